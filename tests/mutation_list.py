@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation("Shard.first_row", "every device has the first rows", "_.num_rows(_)", "0", "tests/packed/test_rows.py"),
     # ---- _inputs
     # ---- what wrappers tell what is inside
-    Mutation("Told.here", "a decision is one in each trace", "self is NOTHING or _ == _", "True", TOLD),
+    Mutation("told.told", "a decision is one in each trace", "X is NOTHING or _ == _", "True", TOLD),
     Mutation("telling", "nobody hears a decision", "trace_state()", "None", HAND_OVER),
     Mutation("Told.finite_with", "a caller overrules what was seen of gradients", "self.finite & given", "given", TOLD),
     Mutation("Inputs.__init__", "gradients that nobody knows are clipped", "_ and _ and (not self.commit.is_finite(X))", "False", TOLD),
@@ -482,7 +482,7 @@ MUTATIONS = [
     Mutation("Model.replaced", "layers read a number of the stack as the last one has left it", "in_loop and cut is SAME", "False", REPORTS),
     Mutation("Portion.with_numbers_of_stack", "the rest has the numbers of stacks", "cut is None and i not in others", "False", REPORTS),
     Mutation("decisions.tried", "watch: an axis that jgrad misses is an error", "(TypeError, NameError, ValueError)", "(TypeError, NameError)", WATCH),
-    Mutation("Told.here", "watch: a compiled update forgets that a loss is missing", "X._replace(commit=_, finite=_, notes=_, is_dry=_)", "X._replace(commit=None, finite=None, notes=None)", WATCH),
+    Mutation("told.told", "watch: a compiled update forgets that a loss is missing", "X._replace(commit=_, finite=_, notes=_, is_dry=_)", "X._replace(commit=None, finite=None, notes=None)", WATCH),
     Mutation("decisions.tried", "watch: an error of what is inside is lost", "not is_later", "False", WATCH),
     Mutation("watch", "watch: what the report lacks is said again", "functools.cache(X)", "X", WATCH),
     Mutation("watch._unique", "report: a second number hides the first", "X not in Y", "True", WATCH),

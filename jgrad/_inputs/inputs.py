@@ -187,7 +187,6 @@ class Inputs(Parameters):
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
-        around = around.here
         self.commit: Commit | None = around.commit
         if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
             self.commit = None  # it clips what overflows, for gradients that it knows alone

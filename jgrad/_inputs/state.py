@@ -21,10 +21,9 @@ from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks
+from jgrad._trees.forms import SMALLEST, Blocks
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 

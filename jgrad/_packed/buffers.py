@@ -28,9 +28,8 @@ from jgrad._arithmetic import numerics
 from jgrad._packed.layouts import WIDTH, Span
 from jgrad._quantized import encoding
 from jgrad._quantized.codec import Codec, codec_of
-from jgrad._quantized.encoding import SMALLEST
 from jgrad._quantized.geometry import Geometry
-from jgrad._trees.forms import Blocks
+from jgrad._trees.forms import SMALLEST, Blocks
 
 
 def join_leaves(spans: Sequence[Span], leaves: Sequence[jax.Array], rows: int) -> jax.Array:

@@ -27,9 +27,6 @@ from jgrad._trees.variables import is_leaf
 
 _DTYPE = operator.attrgetter("dtype")
 
-# Elements of a global array from which it is stored in 8 bits: below, nothing is gained.
-SMALLEST = 4096
-
 # XLA's CPU backend writes out what a maximum over rows is taken of, 4 bytes per element. A maximum
 # over an axis that is not the last is a loop that computes what it reads: so of a block as 8 rows
 # of 32. The step of Adam takes 1.2 times that of float32 so, 1.6 with 4 rows, 1.9 with 16.

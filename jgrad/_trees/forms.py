@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
+# Elements of a global array from which it is stored in 8 bits: below, nothing is gained.
+SMALLEST = 4096
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jgrad._trees import checks
+from jgrad._trees.forms import SMALLEST
 
-_IN_BLOCKS = 4096  # elements of the smallest leaf in 8 bits; in `encoding`, above this folder
 _SCALARS = (bool, int, float, str, np.generic)
 
 
@@ -58,8 +58,8 @@ NEEDS: dict[str, tuple[Need, ...]] = {
     "small_apart": (
         Need(
             ("max_size",),
-            f"with a `max_size` below {_IN_BLOCKS}",
-            lambda x: not checks.is_number(x) or x >= _IN_BLOCKS,
+            f"with a `max_size` below {SMALLEST}",
+            lambda x: not checks.is_number(x) or x >= SMALLEST,
         ),
     ),
 }

@@ -205,11 +205,9 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
             expected = f"at most {most}" if most else "none"
             rest = ", and all others by name too" if len(named) > 1 else ""
             raise TypeError(f"{name}: {came}, expected {expected}; write `{first}=`{rest}.")
-        for keyword in kwargs:
+        for keyword in [x for x in kwargs if x not in known]:
             if gone := GONE_OPTIONS.get((name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: gone in 2.0, expected {gone}.")
-            if keyword in known:
-                continue
             if other := meant(keyword, known) or LACKING.get((name, keyword)):
                 raise TypeError(f"{name}: `{keyword}`: an unknown argument, expected {other}.")
         made = function(*args, **kwargs)  # which has checked each value by itself

@@ -9,7 +9,7 @@ library, of `jax.jit` or of `jax.vmap`, there is no decision, nothing is noted, 
 what follows: what is inside computes as if it were alone, and the wrapper does its part afterwards.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
@@ -51,7 +51,7 @@ class Told(NamedTuple):
       finite: whether gradients are finite, for what leaves them out by itself; None if nobody says.
       notes: by name, numbers of the last update, if a wrapper reports them; see `note`.
       is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
-      trace: in which those before are read, by `here`; the others look at it themselves.
+      trace: in which those before are told, by `told`; the others look at it themselves.
       then: a `Then`, what a wrapper does with the updates, if it says so.
       undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
       share: the `Share` whose update is traced, in `step_in_backward`.
@@ -66,13 +66,6 @@ class Told(NamedTuple):
     undecayed: frozenset[str] = frozenset()
     share: Any = None
 
-    @property
-    def here(self) -> "Told":
-        """What holds in this trace: a `jax.jit` keeps its program for calls to come."""
-        if self is NOTHING or self.trace == trace_state():
-            return self
-        return self._replace(commit=None, finite=None, notes=None, is_dry=False)
-
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
         if self.finite is None or given is None:
@@ -83,8 +76,13 @@ class Told(NamedTuple):
 NOTHING = Told()
 _told: ContextVar[Told] = ContextVar("told", default=NOTHING)
 
-# The record of what is around.
-told: Callable[[], Told] = _told.get
+
+def told() -> Told:
+    """What holds in this trace: a `jax.jit` keeps its program for calls to come."""
+    said = _told.get()
+    if said is NOTHING or said.trace == trace_state():
+        return said
+    return said._replace(commit=None, finite=None, notes=None, is_dry=False)
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
@@ -95,4 +93,4 @@ def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
 
 def telling(**said: Any) -> AbstractContextManager[Told]:
     """Tells this to what is called meanwhile, beside what was told before."""
-    return during(_told, told().here._replace(**said, trace=trace_state()))
+    return during(_told, told()._replace(**said, trace=trace_state()))

@@ -273,7 +273,7 @@ def accumulate(
             state = state._replace(total=zeros(_NAME, inputs.tree))
         checks.flag(_NAME, "emit", emit)
         checks.flag(_NAME, "finite", finite)
-        around = told().here
+        around = told()
         finite = around.finite_with(finite)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
@@ -347,7 +347,7 @@ def _summed(
     weight: Any, use: Flag, inputs: Inputs, devices: tuple[str, ...]
 ) -> tuple[jax.Array, Flag]:
     """The weight of a mini-batch that is used, over all devices, and whether it is used."""
-    if weight is None and told().here.is_dry:
+    if weight is None and told().is_dry:
         weight = decisions.of_models(_NAME, inputs.tree, 1.0)
     if weight is None:
         remedy = "call `update(updates, state, params, weight=tokens)`"

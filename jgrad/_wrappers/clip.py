@@ -121,7 +121,7 @@ def clip_by_global_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        around = told().here
+        around = told()
         commit = around.commit
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)

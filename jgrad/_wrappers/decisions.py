@@ -273,7 +273,7 @@ def noted_branch(
     Returns:
       Arrays, and what is known; None for that where `then` was not called.
     """
-    here, static = told().here, None
+    here, static = told(), None
     old = here.notes
 
     # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no

@@ -41,7 +41,7 @@ class WrapperInputs(Inputs):
     def __init__(
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
-        around = told().here
+        around = told()
         super().__init__(
             function, updates, params, around._replace(notes=None, undecayed=frozenset())
         )
@@ -121,7 +121,7 @@ class RejectingInputs(WrapperInputs):
             self.outer = None if self.outer is None else self.outer.of_windows
             given = extra_args.get("finite")
             checks.flag(function, "finite", given)
-            self.finite = told().here.finite_with(given)
+            self.finite = told().finite_with(given)
 
     def try_it(
         self,

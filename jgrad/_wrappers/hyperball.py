@@ -454,7 +454,7 @@ def hyperball(
             option = "hyperball_learning_rate", hyperball_learning_rate
         rates = options.number_per_array(inputs, Step.of_count(done), *option)
         if not isinstance(rates, list):
-            note(told().here.notes, "hyperball_learning_rate", rates)
+            note(told().notes, "hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
         new = steps_on_sphere(w, u, radii, leafwise.per_leaf(rates, len(u)), axes)
         done = optax.safe_increment(done)

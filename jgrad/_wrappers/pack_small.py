@@ -12,9 +12,9 @@ from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
-from jgrad._quantized.encoding import SMALLEST
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.forms import SMALLEST
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree

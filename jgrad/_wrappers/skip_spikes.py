@@ -149,7 +149,7 @@ def skip_spikes(
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
-        if loss is None and told().here.is_dry:
+        if loss is None and told().is_dry:
             loss = decisions.of_models(_NAME, inputs.tree, 0.0)
         loss = _read(loss)
         value = loss.astype(jnp.float32)

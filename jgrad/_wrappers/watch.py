@@ -248,7 +248,7 @@ def watch(
         inside.check_state(_NAME, state, WatchState)
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
-        calls, finite = optax.safe_increment(old[_CALLS]), told().here.finite
+        calls, finite = optax.safe_increment(old[_CALLS]), told().finite
 
         def measured() -> tuple[PyTree, Numbers]:
             notes = {key: x for key, x in old.items() if not _is_own(key)}

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._quantized.encoding import SMALLEST
+from jgrad._trees.forms import SMALLEST
 from jgrad._trees.needs import NEEDS
 from tests.support.errors import assert_error
 
