@@ -42,10 +42,10 @@ class Counts(NamedTuple):
 
 def compares(frame: FrameType | None) -> bool:
     """Whether a dictionary compares keys: how often it does depends on where they lie in memory."""
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        if frame.f_code.co_name in ("__eq__", "__hash__"):
+    while frame is not None:
+        code, frame = frame.f_code, frame.f_back
+        if code.co_name in ("__eq__", "__hash__") and code.co_filename.startswith(PACKAGE):
             return True
-        frame = frame.f_back
     return False
 
 
