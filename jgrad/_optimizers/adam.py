@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics, rules
-from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf
+from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
 from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of
@@ -101,21 +101,21 @@ NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
 BIAS_CORRECTION = one_of("step_size", "moments", None)
 
 
-# One object for each choice, so that JAX's caches find it.
-_CORRECT = {
-    choice: functools.partial(corrections, bias_correction=choice)
-    for choice in ("step_size", "moments", None)
-}
-
-
 def numbers_of(
     beta1: Any, beta2: Any, epsilon: PerLeaf, bias_correction: BiasCorrection, step: PerLeaf
 ) -> Numbers:
     """With both corrections computed, once for all leaves that share their numbers."""
-    correct, args = _CORRECT[bias_correction], (step, beta1.log, beta2.log, epsilon)
+    correct = functools.partial(corrections, bias_correction=bias_correction)
+    args = (step, beta1.log, beta2.log, epsilon)
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
-    results = [(None, None) if pair is None else pair for pair in apply(correct, *args)]
+    of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
+    # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
+    known = {
+        tuple(map(id, row)): correct(*row)
+        for row in {tuple(map(id, r)): r for r in of_leaves if r}.values()
+    }
+    results = [(None, None) if row is None else known[tuple(map(id, row))] for row in of_leaves]
     return Numbers(beta1, beta2, [x for x, _ in results], [x for _, x in results])
 
 
