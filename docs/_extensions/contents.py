@@ -51,7 +51,7 @@ _MEASUREMENTS = {
     "notes/muon": "How fast Muon is, and where optax's differs.",
     "notes/variants": "The options that make each published variant of LARS, LAMB and Adam.",
     "notes/soap": "SOAP beside AdamW and Muon, on two equations and a small transformer.",
-    "notes/differentiate": "Which optimizers of optax have no slope where gradients are zero.",
+    "notes/differentiate": "Which optimizers of optax have no derivative where gradients are zero.",
     "notes/large_batches": "Momentum, Adam, LARS and LAMB from batch 32 to the full batch.",
     "notes/lightbench": "Twenty small problems on which optimizers fail, after LightBench's.",
     "notes/endurance": "A long run of several processes that is killed and resumed.",
