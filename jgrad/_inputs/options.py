@@ -24,7 +24,7 @@ from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.told import note
+from jgrad._trees.told import note, told
 from jgrad._trees.trees import PyTree
 
 
@@ -289,7 +289,7 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    if shares.current() is not None:
+    if told().share is not None:
         check_layers_of_share(inputs, stacked, [x.stacked for x in axes])
     return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
 
@@ -304,7 +304,7 @@ def check_layers_of_share(
       arg: the option `layer_axes`.
       stacked: the axes over which the layers of each leaf are stacked.
     """
-    share = shares.current()
+    share = told().share
     if share is None or share.layer is None:
         return
     for i, axes in enumerate(stacked):

@@ -21,10 +21,11 @@ from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SMALLEST, Blocks
 from jgrad._trees.protocols import state_of
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 
@@ -162,7 +163,7 @@ class MomentOptions(NamedTuple):
                     stacked=stacked,
                     real=i == 1,
                 )
-        if self.dtype is _EIGHT_BITS and not some and shares.current() is None:
+        if self.dtype is _EIGHT_BITS and not some and told().share is None:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 

@@ -15,7 +15,7 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Moment, Shapes, Step, check_form
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import AS_PARAMETERS, MomentOptions, OptState
-from jgrad._trees import checks, shares, trees, variables
+from jgrad._trees import checks, trees, variables
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import check_keywords, keywords_of
 from jgrad._trees.told import told
@@ -167,7 +167,7 @@ def pair(
             check_keywords(name, extra_args, taken, checks_options=checks_options)
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
-        share = shares.current()
+        share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
         else:

@@ -31,11 +31,12 @@ from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Factors
 from jgrad._trees.made_by import Transformation
 from jgrad._trees.other_names import explained
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 AdafactorRule = Literal["paper", "torch"]
@@ -281,7 +282,7 @@ def _as_read_in_branches(x: Any) -> Any:
 
     Not in a layer of `step_in_backward`, where XLA then writes the layer in both dtypes.
     """
-    return narrow(x) if shares.current() is None else x
+    return narrow(x) if told().share is None else x
 
 
 def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[list[jax.Array]]:

@@ -278,7 +278,7 @@ def accumulate(
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
         emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
-        use, outer = _use(inputs, updates, finite, around.commit, check_finite, devices)
+        use, outer = _use(inputs, updates, finite, around.windows, check_finite, devices)
         if weighted:
             weight, use = _summed(weight, use, inputs, devices)
         before = state
@@ -323,12 +323,11 @@ def _use(
     inputs: Inputs,
     updates: PyTree,
     finite: Flag | None,
-    commit: Commit | None,
+    outer: Commit | None,
     check_finite: bool,
     devices: tuple[str, ...],
 ) -> tuple[Flag, Commit | None]:
     """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
-    outer = None if commit is None else commit.of_windows
     accepted: Flag = True
     if outer is not None:
         outer.leave_out()
@@ -480,8 +479,8 @@ def _branches(
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
         # Means of finite gradients are finite, so that a window is committed always.
-        commit = None if outer is None else Commit.always(gradients)
-        with telling(commit=commit):
+        commit = None if outer is None else Commit(gradients, jnp.asarray(True))
+        with telling(commit=commit, windows=commit):
             steps, new = tx.update(gradients, state, params, **extra_args)
         if commit is None or not commit.has_settled(steps):
             steps = inputs.directions(trees.flatten(steps)[0])

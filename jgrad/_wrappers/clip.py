@@ -141,6 +141,7 @@ def clip_by_global_norm(
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.take_finite(jnp.isfinite(norm.mantissa), updates)
+        for commit in around.commits:
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 

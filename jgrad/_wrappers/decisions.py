@@ -281,7 +281,7 @@ def noted_branch(
     def run() -> tuple[T, dict[str, jax.Array] | None]:
         nonlocal static
         new = None if old is None else dict(old)
-        with telling(commit=None, finite=None, notes=new, is_dry=here.is_dry):
+        with telling(commit=None, windows=None, finite=None, notes=new, is_dry=here.is_dry):
             arrays, static = then()
         if old is not None and new is not None and not here.is_dry:
             new = {name: new[name] for name in old}

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._trees import checks, host_memory, shares, trees
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.made_by import Transformation
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import order
 
@@ -68,7 +69,7 @@ def _in_shares(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        share = shares.current()
+        share = told().share
         if share is None:
             return tx.update(updates, state, params, **extra_args)
         share.add(updates)

@@ -99,7 +99,7 @@ def test_what_it_makes_needs_no_look(weighted):
     commit = Commit(g, jnp.asarray(True))
     said = {"commit": commit}
     if weighted:
-        said = {"commit": commit.for_windows(), "finite": commit.flag}
+        said = {"windows": commit, "finite": commit.flag}
     with telling(**said):
         steps, new = tx.update(g, state, w, **options)
     assert commit.has_settled(steps)
