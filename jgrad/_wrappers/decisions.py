@@ -302,21 +302,15 @@ def choose(
     old: PyTree,
     is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
 ) -> PyTree:
-    """`new` or `old`, in the dtypes of `old`; `new` where this is settled, as asked of both."""
+    """`new` or `old`; `new` where this is settled, as asked of both.
+
+    In the dtypes of `old`, from which some transformations drift.
+    """
 
     def choice(n: jax.Array, o: jax.Array) -> jax.Array:
-        typed = _in_dtype(n, o)
+        typed = n.astype(o.dtype) if checks.is_numeric(o) else n
         if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
             return typed
         return jnp.where(use_new, typed, o)
 
     return jax.tree.map(choice, new, old)
-
-
-def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`, which some transformations let drift."""
-    return jax.tree.map(_in_dtype, new, old)
-
-
-def _in_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new.astype(old.dtype) if checks.is_numeric(old) else new

@@ -168,12 +168,21 @@ class RejectingInputs(WrapperInputs):
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
 
-    def tell(self, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None) -> None:
+    def tell(
+        self,
+        updates: PyTree,
+        new: PyTree,
+        old: PyTree,
+        of: Commit | None = None,
+        *,
+        are_finite: bool,
+    ) -> None:
         """Says to a wrapper around what is right whatever it decides.
 
-        That is all, or what `of` has settled. `old` is the wrapper's state.
+        That is all, or what `of` has settled. `old` is the wrapper's state. Where nobody knows
+        `are_finite` of what comes from finite gradients, one that decides about these looks itself.
         """
-        if self.outer is None:
+        if self.outer is None or (self.outer.clips and not are_finite):
             return
         self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
         old = old._replace(inner=self.state)

@@ -154,8 +154,7 @@ def skip_nonfinite(
         old = state.skipped, state.streak, state.loss_scale
         skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        if not (branch and inputs.outer is not None and inputs.outer.clips):
-            inputs.tell(steps, new, state)
+        inputs.tell(steps, new, state, are_finite=not branch)
         return steps, new
 
     return pair(init, update, _NAME)
@@ -194,7 +193,7 @@ def _in_branch(
     def take() -> tuple[tuple[PyTree, PyTree], None]:
         steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args)
         steps = inputs.directions(trees.flatten(steps)[0])
-        return (steps, decisions.in_dtypes(new, old)), None
+        return (steps, decisions.choose(True, new, old)), None
 
     results, _ = decisions.noted_branch(finite, take, lambda: (inputs.zeros(), old))
     return finite, *results

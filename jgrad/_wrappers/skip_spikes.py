@@ -173,9 +173,9 @@ def skip_spikes(
             counts = decisions.choose(inputs.finite, counts, old)
         counts = inputs.counted(counts, old)
         new_state = SpikeState(counts[0], inner, *counts[1:])
-        if commit.clips or inputs.outer is None or not inputs.outer.clips:
-            commit.keep(counts, old)
-            inputs.tell(steps, new_state, state, None if settles else commit)
+        commit.keep(counts, old)
+        of = None if settles else commit
+        inputs.tell(steps, new_state, state, of, are_finite=commit.clips)
         return steps, new_state
 
     return pair(init, update, _NAME)
