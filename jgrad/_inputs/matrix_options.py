@@ -29,14 +29,10 @@ from jgrad._trees.trees import PyTree
 
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
+_OUTPUTS = "output_axes"
 
 
 # ---- as a factory reads them -------------------------------------------------------------------
-
-
-def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with indices of array axes."""
-    return read_layer_axes(function, output_axes, "output_axes")
 
 
 def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
@@ -105,7 +101,7 @@ def find(
         ],
     )
     stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
-    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
+    outputs = inputs.option(_OUTPUTS, read_layer_axes(function, output_axes, _OUTPUTS))
     layers = layers_of(chosen, stacked, reference)
     of_matrices = zip(layers, chosen.leaves, strict=True)
     options.check_layers_of_share(

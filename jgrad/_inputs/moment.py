@@ -198,11 +198,11 @@ def zeros(
             zeros[i] = Factors(*(_zeros(_part(p, of, names_of), dtype, real) for of in x))
         elif p is not None and x is not None:
             part = p if np.shape(x) == p.shape else _part(p, x, names_of)
-            zeros[i] = (
-                _zeros(part, dtype, real)
-                if stacked_axes is None
-                else _blocks(part, stacked_axes, real)
-            )
+            if stacked_axes is None:
+                zeros[i] = _zeros(part, dtype, real)
+            else:
+                x = numerics.zeros_like(part, np.dtype(np.float32))
+                zeros[i] = encoding.zeros(x, stacked_axes, codec.of_moments(second=real))
     return structure.unflatten(zeros)
 
 
@@ -220,11 +220,6 @@ def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
         names = () if names_of is None else names_of(over)
         return jax.lax.psum(total, names) if names else total
     return replicated(p)[tuple(map(slice, shape))]
-
-
-def _blocks(p: jax.Array, stacked: tuple[int, ...], second: bool) -> Blocks:
-    x = numerics.zeros_like(p, np.dtype(np.float32))
-    return encoding.zeros(x, stacked, codec.of_moments(second=second))
 
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jgrad._arithmetic import numerics
+from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
@@ -46,8 +46,6 @@ Mask = PyTree | Callable[[PyTree], PyTree] | None
 DecayRule = Literal["decoupled", "cautious", "independent"]
 CoupledDecayRule = Literal["coupled"] | DecayRule
 DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
-# Decays are below it: where no rate multiplies them, a weight that loses more changes its sign.
-_DECAY_LIMITS = {"independent": 1.0}
 
 
 # ---- what a factory can check ------------------------------------------------------------------
@@ -66,17 +64,14 @@ def _without_schedules(tree: PyTree) -> PyTree:
     return trees.map_leaves(lambda x: 0.5 if trees.may_be_function(x) else x, trees.opened(tree))
 
 
-def check_decays(
-    function: str, rule: str, rules: Sequence[str] = DECAY_RULES, **decays: PyTree
-) -> None:
-    """A known rule, and decays in its range."""
-    checks.one_of(function, "weight_decay_rule", rule, rules)
-    check(function, functools.partial(numbers.scalars, high=limit(rule)), **decays)
+def check_decays(function: str, rule: str, **decays: PyTree) -> None:
+    """Decays in the range of a rule."""
+    check(function, functools.partial(numbers.scalars, high=_limit(rule)), **decays)
 
 
-def limit(rule: str) -> float:
-    """Below which the decays of a rule are."""
-    return _DECAY_LIMITS.get(rule, math.inf)
+def _limit(rule: str) -> float:
+    """Below which the decays of a rule are: where no rate multiplies them, 1 takes all."""
+    return 1.0 if rule == "independent" else math.inf
 
 
 def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:
@@ -221,13 +216,8 @@ def without_momentum(inputs: Inputs, step: Step) -> None:
         raise TypeError(f"{begin}: {checks.describe(came)}, expected {expected}.")
 
 
-def learning_rates(inputs: Inputs, learning_rate: LearningRate, step: Step) -> list[Any]:
-    """The learning rate of each array: that of this call, or else the factory's."""
-    return inputs.per_array(rate_of_leaves(inputs, "learning_rate", learning_rate, step))
-
-
 def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step: Step) -> list[Any]:
-    """Likewise, of each leaf of the unpacked tree."""
+    """The learning rate of each leaf of the unpacked tree: of this call, or else the factory's."""
     option = numbers.number(inputs.function, name, _numbers_of(inputs, step, name, learning_rate))
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
@@ -237,26 +227,21 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     return list(arg.leaves)
 
 
-def weight_decays(
-    inputs: Inputs, weight_decay: PyTree, weight_decay_mask: Mask, step: Step, rule: str
-) -> list[Any]:
-    """The decay of each array; the Python number 0, which compiles to nothing, for none."""
-    use = mask(inputs, "weight_decay_mask", weight_decay_mask)
-    return inputs.per_array(decay_of_leaves(inputs, "weight_decay", weight_decay, use, step, rule))
-
-
 def decay_of_leaves(
     inputs: Inputs, name: str, weight_decay: PyTree, use: Sequence[bool], step: Step, rule: str
 ) -> list[Any]:
-    """Likewise, of each leaf of the unpacked tree; 0 where it is not used, or is Python's 0."""
+    """The decay of each leaf of the unpacked tree.
+
+    The Python number 0, which compiles to nothing, for none: where it is not used, or given as 0.
+    """
     option = _numbers_of(inputs, step, name, weight_decay)
-    if _is_zero(option):
+    if rules.is_zero(option):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    read = numbers.scalars(inputs.function, name, option, limit(rule))
+    read = numbers.scalars(inputs.function, name, option, _limit(rule))
     decays, structure = trees.flatten(read)
     with_raw = zip(decays, trees.flatten(option)[0], strict=True)
-    decays = [0.0 if _is_zero(raw) else x for x, raw in with_raw]
+    decays = [0.0 if rules.is_zero(raw) else x for x, raw in with_raw]
     entries = inputs.option(name, structure.unflatten(decays)).leaves
     decays = [x if used and x is not None else 0.0 for x, used in zip(entries, use, strict=True)]
     if inputs.undecayed:
@@ -269,17 +254,13 @@ def _check_undecayed(inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
     paths = trees.names(inputs.shapes)
     for path, x in zip(paths, decays, strict=True):
         number = numbers.as_python_number(x)
-        if path in inputs.undecayed and not _is_zero(number):
+        if path in inputs.undecayed and not rules.is_zero(number):
             expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
             came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
             if isinstance(x, jax.Array):
                 expected += f"; {checks.INJECTED}"
             came = f"{came} at {path!r}"
             raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
-
-
-def _is_zero(x: Any) -> bool:
-    return bool(checks.is_number(x) and x == 0)
 
 
 def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[LayerAxes]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgrad._inputs import options
-from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
 from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, zeros
 from jgrad._inputs.options import Mask
 from jgrad._kernels.leaf_step import Place
@@ -22,7 +22,6 @@ from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
-from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SMALLEST, Blocks
 from jgrad._trees.protocols import state_of
 from jgrad._trees.told import told
@@ -245,7 +244,10 @@ class MomentOptions(NamedTuple):
             if not inputs.is_updated[i] or isinstance(old[i], Blocks) == expected:
                 continue
             if not (isinstance(old[i], Blocks) and is_8_bits and self._is_possible(inputs, i)):
-                _fail(arg, i, old[i])
+                came, of = checks.describe(old[i]), "Blocks, 8 bits"
+                if isinstance(old[i], Blocks):
+                    came, of = f"Blocks of shape {old[i].shape}", "an array"
+                arg.fail(i, TypeError, f"{came}, expected {of}; {OTHER_FORM}")
         if not any(map(is_rounded, old)):
             return Moment(old, inputs.specs, None, inputs.commit, has_form=True)
         places = self._places(inputs, old, is_whole=is_whole)
@@ -293,9 +295,9 @@ class MomentOptions(NamedTuple):
             of_leaves = params.option("layer_axes", axes).leaves
         columns = zip(params.specs, in_8_bits, params.reference.leaves, strict=True)
         return [
-            None
-            if not is_in
-            else _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
+            _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
+            if is_in
+            else None
             for spec, is_in, x in columns
         ]
 
@@ -337,10 +339,3 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
         remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"
         arg.fail(position, TypeError, f"dtype float64, {remedy}")
     return True
-
-
-def _fail(arg: ArgLeaves, i: int, x: Any) -> None:
-    remedy = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
-    if isinstance(x, Blocks):
-        arg.fail(i, TypeError, f"Blocks of shape {x.shape}, expected an array; {remedy}")
-    arg.fail(i, TypeError, f"{checks.describe(x)}, expected Blocks, 8 bits; {remedy}")

@@ -31,15 +31,13 @@ ShapesOf = Callable[[Parameters], Shapes]
 
 
 class MoreFields(NamedTuple):
-    """What a state has beside step and moments.
+    """What a state has beside step and moments, in the fields behind those of `OptState`.
 
     Attributes:
-      state: its type, whose first fields are those of `OptState`.
       init: the other fields before the first update.
       read: what an update starts from, checked: `step.more`.
     """
 
-    state: Any
     init: Callable[[Parameters, Shapes], tuple[PyTree, ...]]
     read: Callable[[Inputs, Shapes, Any], Any]
 
@@ -54,7 +52,7 @@ def transformation(
     moments: MomentOptions = AS_PARAMETERS,
     params_for: str | None = None,
     more: MoreFields | None = None,
-    state_type: type[OptState] = OptState,
+    state_type: Any = OptState,
     stays_finite: bool = True,
 ) -> Transformation:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
@@ -68,12 +66,12 @@ def transformation(
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
-      state_type: of the state, where it has nothing beside.
+      state_type: of the state; an `OptState` is taken, too, where it has nothing beside.
       stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
         steps look at its results, as they do at those of other libraries.
     """
     moments = moments.checked(name)
-    kind = OptState if more is None else more.state
+    kind = OptState if more is None else state_type
 
     def shapes(inputs: Parameters) -> Shapes:
         if shapes_of is not None:
@@ -83,8 +81,8 @@ def transformation(
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         of_moments = shapes(inputs)
-        state = moments.init(inputs, of_moments)
-        return state_type(*state) if more is None else kind(*state, *more.init(inputs, of_moments))
+        others = () if more is None else more.init(inputs, of_moments)
+        return state_type(*moments.init(inputs, of_moments), *others)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any

@@ -162,6 +162,7 @@ def check_decays(name: str, given: Given) -> None:
     decays = {"weight_decay": given.weight_decay}
     if given.adam_weight_decay is not None:
         decays["adam_weight_decay"] = given.adam_weight_decay
+    checks.one_of(name, "weight_decay_rule", given.weight_decay_rule, options.DECAY_RULES)
     options.check_decays(name, given.weight_decay_rule, **decays)
 
 

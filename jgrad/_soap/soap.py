@@ -71,7 +71,7 @@ def _factors(max_side: int) -> MoreFields:
     def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
         return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
 
-    return MoreFields(SoapState, init, read)
+    return MoreFields(init, read)
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -358,4 +358,5 @@ def soap(
         shapes_of=functools.partial(_shapes, given=given),
         moments=given.moments(layer_axes=layer_axes),
         more=_factors(max_side),
+        state_type=SoapState,
     )
