@@ -1,6 +1,7 @@
 """The state of all optimizers: its type, its start, and the form in which moments are stored."""
 
 import collections
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -248,10 +249,11 @@ class MomentOptions(NamedTuple):
                 if isinstance(old[i], Blocks):
                     came, of = f"Blocks of shape {old[i].shape}", "an array"
                 arg.fail(i, TypeError, f"{came}, expected {of}; {OTHER_FORM}")
+        moment = Moment(old, inputs.specs, None, inputs.commit, has_form=True)
         if not any(map(is_rounded, old)):
-            return Moment(old, inputs.specs, None, inputs.commit, has_form=True)
+            return moment
         places = self._places(inputs, old, is_whole=is_whole)
-        return Moment(old, inputs.specs, keys(), inputs.commit, places=places)
+        return dataclasses.replace(moment, keys=keys(), places=places)
 
     def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
         """How moments are sharded that are rounded at random: those that are like their leaves."""

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -214,20 +214,8 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-class _Direction(NamedTuple):
-    """What one update is made of.
-
-    Attributes:
-      u: of each array the call that computes g / sqrt(v).
-      vw: new second moments.
-    """
-
-    u: list[Call | None]
-    vw: list[Any]
-
-
-def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
-    """Gradients divided by the roots of their averaged squares."""
+def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | None], list[Any]]:
+    """The calls that divide gradients by the roots of their averaged squares; and these."""
     name, chosen, axes = inputs.function, given.arguments, step.matrices
     is_torch = chosen["rule"] == "torch"
     first = chosen["epsilon"][0]
@@ -258,7 +246,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
         else:
             u.append(None)
     both = zip(new_rows, new_columns, new_elements, strict=True)
-    return _Direction(u, [v if r is None else Factors(r, c) for r, c, v in both])
+    return u, [v if r is None else Factors(r, c) for r, c, v in both]
 
 
 def _epsilon(x: Any) -> float:

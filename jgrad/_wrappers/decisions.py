@@ -3,7 +3,6 @@
 Inside `shard_map`, all that is chosen varies along the mesh axes along which the decision does.
 """
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -243,18 +242,14 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     `otherwise` may return what is there already: of donated arrays nothing is copied.
     """
     if isinstance(use, jax.core.Tracer):
-        varying = functools.partial(_varying, shardings.varying_axes(use))
-        branches = functools.partial(varying, otherwise), functools.partial(varying, then)
+        names = shardings.varying_axes(use)
+        branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
         # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
         # the branches of a bool around, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)
         # For a TPU it moves part of what follows into the branches, and writes that, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
-
-
-def _varying(names: tuple[str, ...], f: Callable[[], PyTree]) -> PyTree:
-    return shardings.varying_over(f(), names)
 
 
 def noted_branch(
