@@ -10,7 +10,7 @@ from jgrad._inputs.options import INJECTED
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import explained
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.trees import PyTree
 

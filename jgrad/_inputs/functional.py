@@ -40,8 +40,8 @@ from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, static_axe
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks
-from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 

@@ -16,8 +16,7 @@ from jgrad._inputs.moment import Moment, Shapes, Step, check_form
 from jgrad._inputs.numbers import OfCall
 from jgrad._inputs.state import AS_PARAMETERS, MomentOptions, OptState
 from jgrad._trees import checks, trees, variables
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import check_keywords, keywords_of
+from jgrad._trees.explained import Transformation, check_keywords, keywords_of
 from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 

@@ -14,7 +14,7 @@ from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import explained
 from jgrad._trees.trees import PyTree
 
 _NAME = "hidden_matrices"

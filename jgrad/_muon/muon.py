@@ -36,8 +36,7 @@ from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]

@@ -31,7 +31,7 @@ from jgrad._muon.rows import Rows
 from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import explained
 from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
 from jgrad._trees.trees import PyTree
 

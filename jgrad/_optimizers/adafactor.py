@@ -33,9 +33,8 @@ from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import Factors
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
 from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 

@@ -30,8 +30,7 @@ from jgrad._layers.trust import (
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import checks
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 

@@ -28,8 +28,7 @@ from jgrad._layers.trust import (
     scaled_by_trust_ratio,
 )
 from jgrad._trees import checks
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 LarsRule = Literal["paper", "decayed_gradient", "ivy"]

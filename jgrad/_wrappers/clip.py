@@ -19,8 +19,7 @@ from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.told import note, told
 from jgrad._trees.trees import PyTree

@@ -35,8 +35,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told

@@ -15,7 +15,7 @@ import jax
 import optax
 
 from jgrad._trees import checks, host_memory, trees
-from jgrad._trees.made_by import Transformation
+from jgrad._trees.explained import Transformation
 from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import order

@@ -14,9 +14,8 @@ from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import SMALLEST
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs

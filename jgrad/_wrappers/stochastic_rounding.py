@@ -20,8 +20,7 @@ from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters

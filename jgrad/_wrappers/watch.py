@@ -20,8 +20,7 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import state_of
 from jgrad._trees.shares import SUM
 from jgrad._trees.told import told
