@@ -16,7 +16,7 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
-from jgrad._inputs.state import MomentOptions
+from jgrad._inputs.transformation import MomentOptions
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._trees import checks
 

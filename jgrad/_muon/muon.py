@@ -29,8 +29,7 @@ from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import MomentDType, transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients

@@ -24,8 +24,7 @@ from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import AdafactorState, MomentDType
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import AdafactorState, MomentDType, transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes

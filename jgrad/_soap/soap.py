@@ -19,8 +19,7 @@ from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import MoreFields, transformation
+from jgrad._inputs.transformation import MomentDType, MoreFields, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of

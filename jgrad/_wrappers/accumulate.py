@@ -15,14 +15,12 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import telling, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 

@@ -12,12 +12,10 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -111,10 +109,7 @@ def average_params(
         return EmaState(counter(params), average, tx.init(params))
 
     def update(
-        updates: PyTree,
-        state: EmaState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, EmaState]:
         inside.check_state(_NAME, state, EmaState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

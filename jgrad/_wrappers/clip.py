@@ -12,17 +12,15 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import note, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 
 

@@ -28,18 +28,16 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 

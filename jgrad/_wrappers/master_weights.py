@@ -15,8 +15,7 @@ from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -50,9 +49,7 @@ class MasterState(NamedTuple):
 
 
 @explained
-def master_weights(
-    tx: optax.GradientTransformation,
-) -> Transformation:
+def master_weights(tx: optax.GradientTransformation) -> Transformation:
     """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
 
         master' = master + tx(float32 g, master)
@@ -91,10 +88,7 @@ def master_weights(
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
-        updates: PyTree,
-        state: MasterState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
         inside.check_state(_NAME, state, MasterState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

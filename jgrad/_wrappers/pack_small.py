@@ -75,10 +75,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
         return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         packing.check_unpacked(_NAME, "updates", updates)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

@@ -13,16 +13,15 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
-from jgrad._wrappers import clip, decisions, inside, order, parameters
+from jgrad._trees.protocols import PyTree, state_of
+from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
 from jgrad._wrappers.hand_over import RejectingInputs, rejected
+from jgrad._wrappers.inside import LOSS_SCALE
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -115,7 +114,7 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    name = _NAME if loss_scale is None else order.LOSS_SCALE
+    name = _NAME if loss_scale is None else LOSS_SCALE
     tx = inside.transformation(_NAME, tx, name_in_order=name)
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)

@@ -10,14 +10,12 @@ import optax
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
 from jgrad._wrappers.hand_over import RejectingInputs

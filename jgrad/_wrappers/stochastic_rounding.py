@@ -12,8 +12,7 @@ from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
 from jgrad._inputs.around import Rest, Then, in_float32, made_of
 from jgrad._inputs.inputs import Finished
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
@@ -21,8 +20,7 @@ from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -127,10 +125,7 @@ def stochastic_rounding(
         return StochasticState(counter(params), tx.init(_wide(params)))
 
     def update(
-        updates: PyTree,
-        state: StochasticState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: StochasticState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, StochasticState]:
         inside.check_state(_NAME, state, StochasticState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

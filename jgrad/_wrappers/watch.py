@@ -14,17 +14,15 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shares import SUM
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import WrapperInputs
 
