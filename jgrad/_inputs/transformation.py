@@ -471,6 +471,7 @@ def pair(
     init: Callable[[PyTree], Any],
     update: Callable[..., tuple[PyTree, Any]],
     name: str,
+    kind: type | None = None,
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
@@ -481,6 +482,7 @@ def pair(
       init: of the parameters.
       update: of one call.
       name: for messages.
+      kind: of the state, which has to be one that `init` made; None where it may be any.
       handed_on: which extra arguments `update` reads itself, too.
       checks_options: whether `update` itself knows which of the options a call may change.
     """
@@ -496,6 +498,9 @@ def pair(
             check_keywords(name, extra_args, taken, checks_options=checks_options)
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
+        if not (kind is None or isinstance(state, kind)):
+            came, expected = type(state).__name__, checks.made_by_init(name, kind)
+            raise TypeError(f"{name}: `state`: {came}, {expected}")
         share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)

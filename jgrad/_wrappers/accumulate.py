@@ -246,7 +246,6 @@ def accumulate(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
-        inside.check_state(_NAME, state, kind)
         if weight is not None and not weighted:
             came = checks.describe(weight)
             raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
@@ -278,7 +277,7 @@ def accumulate(
         _tell(outer, steps, new, before, settled)
         return steps, new
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, kind)
 
 
 # ---- one call ----------------------------------------------------------------------------------

@@ -111,7 +111,6 @@ def average_params(
     def update(
         updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, EmaState]:
-        inside.check_state(_NAME, state, EmaState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
@@ -129,7 +128,7 @@ def average_params(
         average = inputs.moments([x if a is None else a for a, x in both], old.leaves)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, EmaState)
 
 
 def _at(beta: BetaForms, done: jax.Array, start: Scalar, *, debias: bool) -> BetaForms:

@@ -21,7 +21,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import note, told
-from jgrad._wrappers import decisions, inside
+from jgrad._wrappers import decisions
 
 
 @on_leaf(arrays=2)
@@ -126,7 +126,6 @@ def clip_by_global_norm(
         norm = shares.of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
-            inside.check_state(name, state, ClipState)
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
             state = ClipState(_last_finite(norm, state.norm, commit))
         factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
@@ -142,7 +141,7 @@ def clip_by_global_norm(
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
-    return pair(init, update, name)
+    return pair(init, update, name, ClipState if of == "previous" else None)
 
 
 def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) -> jax.Array:

@@ -437,7 +437,6 @@ def hyperball(
         hyperball_learning_rate: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, HyperballState]:
-        inside.check_state(_NAME, state, HyperballState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
         chosen = _keeping(inputs, leaves)
@@ -457,7 +456,7 @@ def hyperball(
         done = optax.safe_increment(done)
         return inputs.directions(new), HyperballState(done, state.radius, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, HyperballState)
 
 
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:

@@ -184,13 +184,6 @@ def _in_shares(
     return tx._replace(update=update)
 
 
-def check_state(function: str, state: PyTree, kind: type) -> None:
-    """The state is one that this wrapper made."""
-    if not isinstance(state, kind):
-        expected = checks.made_by_init(function, kind)
-        raise TypeError(f"{function}: `state`: {type(state).__name__}, {expected}")
-
-
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"
 REPORT, FIELDS = "__jgrad_report__", "__jgrad_fields__"
 

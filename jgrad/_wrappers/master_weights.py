@@ -90,7 +90,6 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
     def update(
         updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
-        inside.check_state(_NAME, state, MasterState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
@@ -129,7 +128,7 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
             MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, MasterState)
 
 
 def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:

@@ -131,7 +131,6 @@ def schedule_free(
     def update(
         updates: PyTree, state: ScheduleFreeState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ScheduleFreeState]:
-        inside.check_state(_NAME, state, ScheduleFreeState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         z = _copies(inputs, "state.z", state.z)
@@ -163,7 +162,7 @@ def schedule_free(
         new = ScheduleFreeState(done, total, largest, *kept, inner)
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update, _NAME, handed_on=("learning_rate",))
+    return pair(init, update, _NAME, ScheduleFreeState, handed_on=("learning_rate",))
 
 
 def _rate(

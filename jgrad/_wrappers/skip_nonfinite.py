@@ -132,7 +132,6 @@ def skip_nonfinite(
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        inside.check_state(_NAME, state, SkipState)
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
@@ -155,7 +154,7 @@ def skip_nonfinite(
         inputs.tell(steps, new, state, are_finite=not branch)
         return steps, new
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, SkipState)
 
 
 def _check_scale(loss_scale: Scalar) -> None:

@@ -140,7 +140,6 @@ def skip_spikes(
         loss: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SpikeState]:
-        inside.check_state(_NAME, state, SpikeState)
         if state.losses.shape != (window,):
             problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
@@ -175,7 +174,7 @@ def skip_spikes(
         inputs.tell(steps, new_state, state, of, are_finite=commit.clips)
         return steps, new_state
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, SpikeState)
 
 
 def _read(loss: Any) -> jax.Array:

@@ -127,7 +127,6 @@ def stochastic_rounding(
     def update(
         updates: PyTree, state: StochasticState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, StochasticState]:
-        inside.check_state(_NAME, state, StochasticState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
@@ -165,7 +164,7 @@ def stochastic_rounding(
         new = [u if r is None else r for u, r in zip(new, rounded, strict=True)]
         return inputs.directions(new), StochasticState(step, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, StochasticState)
 
 
 @leafwise.jit_static_kwargs

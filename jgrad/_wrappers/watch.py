@@ -242,7 +242,6 @@ def watch(
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, WatchState]:
-        inside.check_state(_NAME, state, WatchState)
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
         calls, finite = optax.safe_increment(old[_CALLS]), told().finite
@@ -266,7 +265,7 @@ def watch(
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, WatchState)
 
 
 def report(state: PyTree) -> dict[str, jax.Array]:
