@@ -553,7 +553,7 @@ MUTATIONS = [
     Mutation("matrix_axes.mesh_axes_to_cut", "split: devices with parts of heads", "axes.blocks[0][0] % devices == 0", "True", DEVICES + "/test_muon.py"),
     Mutation("orthogonalize._moved", "split: the partitioner moves operands", "(start, to)", "(to,)", DEVICES + "/test_muon.py"),
     Mutation("PackedLayers.sum", "explicit axes of rows are left to JAX", "on_automatic_axes(X, _, Y)", "X(Y)", DEVICES + "/test_packed.py"),
-    Mutation("matrix_options._check_whole", "muon: silence inside shard_map", "(X := Y)", "False and (X := Y)", DEVICES + "/test_muon.py"),
+    Mutation("matrix_options._with_shardings", "muon: silence inside shard_map", "(X := Y)", "False and (X := Y)", DEVICES + "/test_muon.py"),
     Mutation("_manual_axes", "muon: pmap without a name", "not str(_).startswith(_WITHOUT_NAME)", "True", DEVICES + "/test_muon.py"),
     Mutation("_weight", "the weight of the rate before", "jnp.maximum(_, X)", "X", "tests/wrappers/test_schedule_free.py"),
     Mutation("_weight", "weights are float32 beside float64", "X.astype(Y)", "X.astype(jnp.float32).astype(Y)", "tests/wrappers/test_schedule_free.py -k double"),

@@ -281,7 +281,7 @@ class Rest(NamedTuple):
     args: tuple[Any, ...]
     replaces: tuple[Any, ...]
 
-    def then(
+    def followed_by(
         self, finishing: tuple[Function, tuple[jax.Array, ...]], after: "Rest | None"
     ) -> "Rest":
         """This, whose last array is an update, and then what is done with that, if something is.

@@ -287,8 +287,7 @@ def check_layers_of_share(
       arg: the option `layer_axes`.
       stacked: the axes over which the layers of each leaf are stacked.
     """
-    share = told().share
-    if share is None or share.layer is None:
+    if told().share.layer is None:
         return
     for i, axes in enumerate(stacked):
         if inputs.is_updated[i] and axes is not None and 0 not in axes:

@@ -168,7 +168,8 @@ def matrices_of(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     """Where the matrices of each leaf are; an error where one is packed with others."""
     axes = given.output_axes, given.layer_axes, given.mesh_axes, given.split
     matrices = matrix_options.find(inputs, given.matrices, *axes)
-    matrix_options.refuse_packed(inputs, matrices)
+    if inputs.has_buffers:
+        matrix_options.refuse_packed(inputs, matrices)
     return matrices
 
 

@@ -106,7 +106,7 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
             own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
-            return own.then(inputs.finishing(i), after)
+            return own.followed_by(inputs.finishing(i), after)
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, inputs.places_of(None), inputs.then)

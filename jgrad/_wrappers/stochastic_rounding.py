@@ -143,7 +143,7 @@ def stochastic_rounding(
             after = inputs.rest(i)
             if not _is_rounded(inputs.reference.leaves[i]):
                 return after
-            return Rest(_rounded_alone, arrays(i), (None,)).then(inputs.finishing(i), after)
+            return Rest(_rounded_alone, arrays(i), (None,)).followed_by(inputs.finishing(i), after)
 
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)
