@@ -42,9 +42,8 @@ class WrapperInputs(Inputs):
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
         around = told()
-        super().__init__(
-            function, updates, params, around._replace(notes=None, undecayed=frozenset())
-        )
+        own = around._replace(notes=None, undecayed=frozenset())  # which are for what is inside
+        super().__init__(function, updates, params, own)
         self.outer: Commit | None = around.commit
         self.extra_args, self._updates, self._around = extra_args, updates, around
 
@@ -169,13 +168,7 @@ class RejectingInputs(WrapperInputs):
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
 
     def tell(
-        self,
-        updates: PyTree,
-        new: PyTree,
-        old: PyTree,
-        of: Commit | None = None,
-        *,
-        are_finite: bool,
+        self, updates: PyTree, new: PyTree, old: PyTree, *, of: Commit | None, are_finite: bool
     ) -> None:
         """Says to a wrapper around what is right whatever it decides.
 

@@ -151,7 +151,7 @@ def skip_nonfinite(
         old = state.skipped, state.streak, state.loss_scale
         skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        inputs.tell(steps, new, state, are_finite=not branch)
+        inputs.tell(steps, new, state, of=None, are_finite=not branch)
         return steps, new
 
     return pair(init, update, _NAME, SkipState)

@@ -171,7 +171,7 @@ def skip_spikes(
         new_state = SpikeState(counts[0], inner, *counts[1:])
         commit.keep(counts, old)
         of = None if settles else commit
-        inputs.tell(steps, new_state, state, of, are_finite=commit.clips)
+        inputs.tell(steps, new_state, state, of=of, are_finite=commit.clips)
         return steps, new_state
 
     return pair(init, update, _NAME, SpikeState)
