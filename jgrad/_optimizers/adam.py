@@ -363,9 +363,7 @@ def adam(
       Weight Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
     """
     given = _OPTIONS.check("adam", locals())
-
-    moments = given.moments()
-    return transformation("adam", _compute(given), mw=True, vw=True, moments=moments)
+    return transformation("adam", _compute(given), mw=True, vw=True, moments=given.moments())
 
 
 @explained

@@ -166,9 +166,7 @@ def lion(
       sign of a complex number is x / |x|.
     """
     given = _OPTIONS.check("lion", locals())
-
-    moments = given.moments()
-    return transformation("lion", _compute(given), mw=True, moments=moments)
+    return transformation("lion", _compute(given), mw=True, moments=given.moments())
 
 
 @explained
@@ -215,6 +213,4 @@ def scale_by_lion(
     Source: as `lion`.
     """
     given = _DIRECTION.check("scale_by_lion", locals())
-
-    moments = given.moments()
-    return transformation("scale_by_lion", _compute(given), mw=True, moments=moments)
+    return transformation("scale_by_lion", _compute(given), mw=True, moments=given.moments())

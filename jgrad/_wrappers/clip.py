@@ -194,14 +194,11 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
     """What is known of the leaves; and those that count, with `None` for the others."""
     tree = checks.values_of(tree)
-    without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
+    float0 = jax.dtypes.float0
+    without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
     checks.arrays_or_numbers(function, name, without)
     inputs = Parameters(function, tree, name)
     return inputs, [x if checks.is_inexact(x) else None for x in inputs.reference.leaves]
-
-
-def _is_float0(x: object) -> bool:
-    return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
 def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:
