@@ -110,8 +110,8 @@ from jgrad._backward.scan_layers import scan_layers
 from jgrad._backward.step_in_backward import step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
-from jgrad._inputs.by_path import by_path
-from jgrad._inputs.state import AdafactorState, OptState
+from jgrad._inputs.options import by_path
+from jgrad._inputs.transformation import AdafactorState, OptState
 from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (
     inplace_decrement,
@@ -142,8 +142,8 @@ from jgrad._soap.soap import soap
 from jgrad._states.carry_over import carry_over
 from jgrad._states.matching import Account
 from jgrad._states.state_shardings import state_shardings
+from jgrad._trees.explained import explained_absence as _explained_absence
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.other_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.average_params import EmaState, average_params

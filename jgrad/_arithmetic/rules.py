@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import scaled
+from jgrad._trees import checks
 
 
 @on_leaf(arrays=2)
@@ -153,4 +154,4 @@ def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 def is_zero(number: Any) -> bool:
     """Whether it is the Python number 0, which stands for "none of it"."""
-    return isinstance(number, (int, float)) and number == 0
+    return bool(checks.is_number(number) and number == 0)

@@ -19,7 +19,7 @@ from jgrad._arithmetic import numerics
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import KEYWORDS
+from jgrad._trees.explained import KEYWORDS
 from jgrad._trees.trees import PyTree, Structure
 from jgrad._trees.unpromised import Unpromised
 

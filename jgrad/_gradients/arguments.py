@@ -10,8 +10,7 @@ from jax.typing import ArrayLike
 
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 Argnums = int | Sequence[int]
 

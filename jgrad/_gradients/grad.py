@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 First = TypeVar("First", bound=Any)
 Rest = ParamSpec("Rest")

@@ -13,8 +13,7 @@ from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 Mode = Literal["reverse", "forward"] | None
 

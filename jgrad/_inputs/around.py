@@ -76,15 +76,6 @@ class Commit:
         self._finite = dict(self._gradients)
         self._updates: dict[int, Any] = {}
         self._states: dict[int, tuple[Any, Any]] = {}
-        self._of_windows: Commit | None = None
-        self._is_always = False  # not `_of_windows = self`: a cycle keeps tracers alive
-
-    @classmethod
-    def always(cls, gradients: PyTree) -> "Commit":
-        """Of gradients that are finite: the update is committed."""
-        commit = cls(gradients, jnp.asarray(True))
-        commit._is_always = True
-        return commit
 
     @classmethod
     def by_loss(cls, gradients: PyTree, accepted: jax.Array, outer: "Commit | None") -> "Commit":
@@ -97,30 +88,11 @@ class Commit:
         commit.clips, commit._is_read = is_known, True
         return commit
 
-    def for_windows(self) -> "Commit":
-        """Knows of no array, and hands this one to transformations that leave gradients out.
-
-        What precedes them or follows them then computes as if every update were committed: it sees
-        updates in calls whose gradients are left out, too.
-        """
-        commit = Commit((), jnp.asarray(True))
-        commit._of_windows = self
-        return commit
-
     def leave_out(self) -> None:
         """Says that gradients which are not committed are left out of a window, here."""
         self.is_left_out = True
         if self._outer is not None:
             self._outer.leave_out()
-
-    @property
-    def of_windows(self) -> "Commit | None":
-        """The same for a transformation that leaves out gradients which are not finite by itself.
-
-        It goes on without them. Its results are settled if they are right whatever these gradients
-        are. None where nothing was seen of such a transformation.
-        """
-        return self if self._is_always else self._of_windows
 
     @property
     def flag(self) -> jax.Array:
@@ -139,9 +111,8 @@ class Commit:
 
     def add_finite(self, new: PyTree, of: PyTree) -> None:
         """Says that new arrays are finite if those are of which they are computed."""
-        for commit in filter(None, (self, self.of_windows)):
-            if commit.is_finite(of):
-                commit._finite |= _arrays(new)
+        if self.is_finite(of):
+            self._finite |= _arrays(new)
 
     def has_settled(self, updates: PyTree) -> bool:
         """Whether each inexact array is finite, and zero if the update is not committed."""
@@ -153,9 +124,8 @@ class Commit:
 
     def settle_moved(self, new: PyTree, of: PyTree) -> None:
         """Says that new arrays are settled if others are, whose elements they have."""
-        for commit in filter(None, (self, self.of_windows)):
-            if commit.has_settled(of):
-                commit.settle(new)
+        if self.has_settled(of):
+            self.settle(new)
 
     def has_kept(self, new: Any, old: Any) -> bool:
         """Whether an array is no inexact one, or finite, and the old one if not committed."""
@@ -311,7 +281,7 @@ class Rest(NamedTuple):
     args: tuple[Any, ...]
     replaces: tuple[Any, ...]
 
-    def then(
+    def followed_by(
         self, finishing: tuple[Function, tuple[jax.Array, ...]], after: "Rest | None"
     ) -> "Rest":
         """This, whose last array is an update, and then what is done with that, if something is.

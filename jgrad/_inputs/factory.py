@@ -4,7 +4,6 @@ The factory checks what it can before there are parameters, so that an error poi
 Each update reads the numbers again, since they may be traced and may differ from leaf to leaf.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
-from jgrad._inputs.state import MomentOptions
+from jgrad._inputs.transformation import MomentOptions
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._trees import checks
 
@@ -27,7 +26,7 @@ Arguments = Mapping[str, Any]
 def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> Callable[..., None]:
     """The kind of numbers that a factory checks as others, and reads in its own way."""
 
-    def check(function: str, name: str, x: Any, _: Any = None) -> None:
+    def check(function: str, name: str, x: Any) -> None:
         if not (optional and x is None):
             options.check(function, read, **{name: x})
 
@@ -71,7 +70,7 @@ COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 # What every method has that looks at matrices.
 MATRICES: dict[str, Kind] = {
-    "output_axes": lambda function, _, x: matrix_options.read_output_axes(function, x),
+    "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
     "split": lambda function, _, x: matrix_options.read_split(function, x),
     "layer_axes": Role.LAYER_AXES,
     "mesh_axes": lambda function, _, x: matrix_options.read_shardings(function, x),
@@ -108,8 +107,10 @@ class Options:
             )
         read = {}
         for name, kind in self.kinds.items():
-            if isinstance(kind, Role):
-                _CHECKS[kind](function, name, arguments[name], arguments)
+            if kind is Role.DECAY:
+                options.check_decays(function, arguments[_RULE], **{name: arguments[name]})
+            elif isinstance(kind, Role):
+                _CHECKS[kind](function, name, arguments[name])
             elif isinstance(kind, Reads):
                 read[name] = kind.read(function, arguments[name])
             elif kind is not None:
@@ -156,7 +157,7 @@ class Given:
                 case Role.RATE if is_constant and inputs.notes is None and not inputs.has_buffers:
                     read = [numbers.strong_scalar(x)] * len(inputs.specs)
                 case Role.RATE:
-                    read = options.learning_rates(inputs, x, step)
+                    read = inputs.per_array(options.rate_of_leaves(inputs, name, x, step))
                 case Role.NUMBER:
                     read = options.number_per_array(inputs, step, name, x)
                 case Role.BETA:
@@ -177,7 +178,9 @@ class Given:
                         inputs.require_params("`weight_decay`")
                         read = decay = [numbers.strong_scalar(x)] * len(inputs.specs)
                     else:
-                        read = options.weight_decays(inputs, x, mask, step, rule)
+                        use = options.mask(inputs, "weight_decay_mask", mask)
+                        read = options.decay_of_leaves(inputs, name, x, use, step, rule)
+                        read = inputs.per_array(read)
                         decay = rules.optional(read, rule)
                     of_update.descent = Descent(decay, of_update.learning_rate, rule)
             setattr(of_update, name, read)
@@ -193,22 +196,14 @@ class Given:
 # ---- how a kind is checked ---------------------------------------------------------------------
 
 
-def _decay(function: str, name: str, x: Any, arguments: Arguments) -> None:
-    rule = arguments[_RULE]
-    options.check(
-        function, functools.partial(numbers.scalars, high=options.limit(rule)), **{name: x}
-    )
-
-
-_CHECKS: dict[Role, Callable[[str, str, Any, Arguments], Any]] = {
+_CHECKS: dict[Role, Callable[[str, str, Any], Any]] = {
     Role.RATE: checked(numbers.number),
     Role.NUMBER: checked(numbers.scalars),
     Role.BETA: checked(numbers.scalar_betas),
-    Role.DECAY: _decay,
     Role.MOMENTUM: checked(numbers.scalar_betas, optional=True),
-    Role.SCALAR: lambda function, name, x, _: numbers.scalar(function, name, x),
-    Role.FLAG: lambda function, name, x, _: checks.boolean(function, name, x),
-    Role.MESH_AXES: lambda function, name, x, _: read_mesh_axes(function, x),
-    Role.LAYER_AXES: lambda function, name, x, _: read_layer_axes(function, x),
+    Role.SCALAR: numbers.scalar,
+    Role.FLAG: checks.boolean,
+    Role.MESH_AXES: lambda function, _, x: read_mesh_axes(function, x),
+    Role.LAYER_AXES: lambda function, name, x: read_layer_axes(function, x, name),
     Role.MASK: lambda *_: None,  # after all others
 }

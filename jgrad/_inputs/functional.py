@@ -40,8 +40,8 @@ from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, static_axe
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks
-from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 
 
@@ -157,7 +157,6 @@ class AlignedArguments:
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
-        checks.boolean(self._function, "stop_gradients", stop_gradients)
         new = self.replaced(self._reference, apply(rules.add, self[self._reference], updates))
         return trees.map_leaves(jax.lax.stop_gradient, new) if stop_gradients else new
 
@@ -334,6 +333,8 @@ def update(
                 return explained(body)(*args, **kwargs)  # an error
             given = defaults | dict(zip(positional, args, strict=True)) | kwargs
             checks.no_out(name, given["out"])
+            if "stop_gradients" in given:  # 1 would find the program of True
+                checks.boolean(name, "stop_gradients", given["stop_gradients"])
             given = given if before is None else before(given)
             named = canonicalize(name, roles, {key: given.pop(key) for key in roles})
             if "layer_axes" in given:

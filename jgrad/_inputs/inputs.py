@@ -308,7 +308,7 @@ class Inputs(Parameters):
             return None
         if isinstance(moment, Factors) or isinstance(x, Factors):
             expected = "an array" if isinstance(moment, Factors) else "Factors"
-            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {_OTHER_FORM}")
+            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {OTHER_FORM}")
         complex_ = jnp.iscomplexobj(x) and not real
         kind = jnp.complexfloating if complex_ else jnp.floating
         if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
@@ -325,7 +325,7 @@ class Inputs(Parameters):
                 arg.fail(i, TypeError, f"{came}, expected an array of a real floating dtype")
             if of_moment.shape != of_x.shape:
                 came = f"{name} of shape {of_moment.shape}, expected {of_x.shape}"
-                arg.fail(i, ValueError, f"{came}; {_OTHER_FORM}")
+                arg.fail(i, ValueError, f"{came}; {OTHER_FORM}")
 
     def _gradients(self, arg: ArgLeaves) -> list[Any]:
         gradients = []
@@ -347,7 +347,7 @@ _NOT_PACKED = (
     "or call `tx.update` yourself"
 )
 
-_OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
+OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
 

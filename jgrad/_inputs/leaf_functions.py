@@ -18,7 +18,7 @@ from jgrad._inputs.around import Origin, Rest, in_float32, origin
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
-from jgrad._kernels.leaf_step import Place, has_kernel, in_memory
+from jgrad._kernels.leaf_step import Place, in_memory
 from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, written
 from jgrad._trees import checks
 
@@ -134,9 +134,7 @@ class LeafFunction:
         return updates, *new
 
 
-def of_one_leaf(function: Function) -> LeafFunction:
-    """Makes a function of one leaf one of all leaves; see `LeafFunction`."""
-    return LeafFunction(function)
+of_one_leaf = LeafFunction  # as methods are decorated
 
 
 class _Leaf(NamedTuple):
@@ -160,7 +158,7 @@ class _Leaf(NamedTuple):
         for x in args:
             arguments.append(_entry(x, i))
             if isinstance(x, Moment):
-                moments.append(has_kernel(arguments[-1]))
+                moments.append(x.has_kernel(i))
                 said = x.places[i] if x.places else None
                 place = place if said is None or said.is_shard else said
         return cls(tuple(arguments), place, bool(moments) and all(moments), make)

@@ -25,18 +25,15 @@ from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import automatic_mesh, unknown_axes
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)
+_OUTPUTS = "output_axes"
 
 
 # ---- as a factory reads them -------------------------------------------------------------------
-
-
-def read_output_axes(function: str, output_axes: PyTree) -> PyTree:
-    """A tree of `Axes` with indices of array axes."""
-    return read_layer_axes(function, output_axes, "output_axes")
 
 
 def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
@@ -105,12 +102,12 @@ def find(
         ],
     )
     stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
-    outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
+    outputs = inputs.option(_OUTPUTS, read_layer_axes(function, output_axes, _OUTPUTS))
     layers = layers_of(chosen, stacked, reference)
-    of_matrices = zip(layers, chosen.leaves, strict=True)
-    options.check_layers_of_share(
-        inputs, stacked, [x.stacked if use else None for x, use in of_matrices]
-    )
+    if told().share is not None:
+        of_matrices = zip(layers, chosen.leaves, strict=True)
+        axes_of_matrices = [x.stacked if use else None for x, use in of_matrices]
+        options.check_layers_of_share(inputs, stacked, axes_of_matrices)
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)
@@ -211,7 +208,8 @@ def _with_shardings(
             continue
         x, named = array_of[i], mesh_axes.leaves[i]
         if named is None:
-            _check_whole(mesh_axes, i, x)
+            if unknown := unknown_axes(x):
+                _fail_for_part(mesh_axes, i, unknown)
         elif len(named.values) > len(matrices.shape):
             count, shape = len(named.values), matrices.shape
             expected = f"at most {len(shape)}, one for each axis of shape {shape}"
@@ -241,19 +239,18 @@ def _sharded(matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array) -
     return dataclasses.replace(matrices, mesh_axes=values + ((),) * missing)
 
 
-def _check_whole(mesh_axes: ArgLeaves, i: int, x: jax.Array) -> None:
+def _fail_for_part(mesh_axes: ArgLeaves, i: int, unknown: Sequence[str]) -> None:
     """Inside `shard_map` a leaf may be a part of a matrix, unless JAX knows that it is whole.
 
     To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
     """
-    if unknown := unknown_axes(x):
-        which = ", ".join(map(repr, unknown))
-        problem = (
-            f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
-            f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
-            "matrices, `mesh_axes=PartitionSpec()`"
-        )
-        mesh_axes.fail(i, ValueError, problem)
+    which = ", ".join(map(repr, unknown))
+    problem = (
+        f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
+        f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
+        "matrices, `mesh_axes=PartitionSpec()`"
+    )
+    mesh_axes.fail(i, ValueError, problem)
 
 
 # ---- how they are split ------------------------------------------------------------------------

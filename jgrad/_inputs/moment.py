@@ -1,5 +1,6 @@
 """Moments of all leaves in one update: their old values, and how the new ones are stored."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -50,48 +51,36 @@ class RandomKeys:
         return Rounding(self.of_step, self._known[key][1])
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Moment:
     """A moment of every array in one update.
 
     Attributes:
       old: as the state has it; a list with an entry per leaf, with `Blocks` for arrays in 8 bits.
       specs: what each array stands for.
+      keys: what it is rounded with; None where nothing is.
+      commit: whether the update is committed; None where it always is.
+      has_form: whether new moments are stored as old ones are; functional updates cast what they
+        return.
       places: how each array is sharded, where the user says it; empty where nobody does.
     """
 
-    def __init__(
-        self,
-        old: list[Any],
-        specs: Sequence[ArraySpec] = (),
-        keys: RandomKeys | None = None,
-        commit: Commit | None = None,
-        *,
-        has_form: bool = False,
-        places: Sequence[Place | None] = (),
-    ) -> None:
-        """Without keys nothing is rounded here: functional updates cast what they return.
-
-        Args:
-          old: see above.
-          specs: see above.
-          keys: what it is rounded with.
-          commit: whether the update is committed; None where it always is.
-          has_form: whether new moments are stored as old ones are, even without keys.
-          places: see above.
-        """
-        self.old = old
-        self.specs, self._keys, self._commit, self.places = specs, keys, commit, places
-        self._has_form = has_form or keys is not None
+    old: list[Any]
+    specs: Sequence[ArraySpec] = ()
+    keys: RandomKeys | None = None
+    commit: Commit | None = None
+    has_form: bool = False
+    places: Sequence[Place | None] = ()
 
     def of_leaf(self, i: int) -> LeafMoment:
         """The moment of one leaf, to read and to write."""
         old, rounding, flag, clips = self.old[i], None, None, False
-        if self._keys is not None and is_rounded(old):
+        if self.keys is not None and is_rounded(old):
             place = self.places[i] if self.places else None
-            rounding = self._keys.rounding(self.specs[i], old, place)
-        if self._commit is not None:
-            flag, clips = self._commit.flag, self._commit.clips
-        return LeafMoment(old, rounding, flag, clips, self._has_form)
+            rounding = self.keys.rounding(self.specs[i], old, place)
+        if self.commit is not None:
+            flag, clips = self.commit.flag, self.commit.clips
+        return LeafMoment(old, rounding, flag, clips, self.has_form)
 
     def has_kernel(self, i: int) -> bool:
         """Whether the leaf is one kernel on accelerators."""
@@ -103,12 +92,12 @@ class Moment:
             old = [None if isinstance(x, Factors) else x for x in self.old]
         else:
             old = [getattr(x, name) if isinstance(x, Factors) else None for x in self.old]
-        return Moment(old, self.specs, self._keys, self._commit, has_form=self._has_form)
+        return dataclasses.replace(self, old=old, places=())
 
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
-        if self._has_form and self._commit is not None:
-            self._commit.keep(new, self.old)
+        if self.has_form and self.commit is not None:
+            self.commit.keep(new, self.old)
         return new
 
 
@@ -198,11 +187,11 @@ def zeros(
             zeros[i] = Factors(*(_zeros(_part(p, of, names_of), dtype, real) for of in x))
         elif p is not None and x is not None:
             part = p if np.shape(x) == p.shape else _part(p, x, names_of)
-            zeros[i] = (
-                _zeros(part, dtype, real)
-                if stacked_axes is None
-                else _blocks(part, stacked_axes, real)
-            )
+            if stacked_axes is None:
+                zeros[i] = _zeros(part, dtype, real)
+            else:
+                x = numerics.zeros_like(part, np.dtype(np.float32))
+                zeros[i] = encoding.zeros(x, stacked_axes, codec.of_moments(second=real))
     return structure.unflatten(zeros)
 
 
@@ -220,11 +209,6 @@ def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
         names = () if names_of is None else names_of(over)
         return jax.lax.psum(total, names) if names else total
     return replicated(p)[tuple(map(slice, shape))]
-
-
-def _blocks(p: jax.Array, stacked: tuple[int, ...], second: bool) -> Blocks:
-    x = numerics.zeros_like(p, np.dtype(np.float32))
-    return encoding.zeros(x, stacked, codec.of_moments(second=second))
 
 
 def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:

@@ -16,8 +16,9 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._trees import checks, other_names, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import meant_keyword, refuse_keyword, refuse_option
 from jgrad._trees.trees import PyTree
 
 # One real number, or an array of one element, traced or not.
@@ -168,10 +169,8 @@ class OfCall(dict[str, Any]):
     def check_names(self, function: str) -> None:
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
-            other_names.refuse_option(function, name)
-            other_names.refuse_keyword(
-                function, name, other_names.meant_keyword(name, (*self._asked,))
-            )
+            refuse_option(function, name)
+            refuse_keyword(function, name, meant_keyword(name, (*self._asked,)))
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

@@ -1,25 +1,356 @@
-"""The plumbing of an `init`/`update` pair, so that a method writes only its arithmetic.
+"""An `init`/`update` pair: its state, and the plumbing; a method writes only its arithmetic.
 
 `pair` is for trees as users have them: whole models, and variables for arrays. Behind it the leaves
 of parameters that are not `None` are arrays, or are numbers with a gradient, or are wrong; so that
 methods and wrappers see no model, only a tree of arrays.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import collections
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
-from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._inputs.moment import Moment, Shapes, Step, check_form
+from jgrad._inputs import options
+from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
+from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, check_form, zeros
 from jgrad._inputs.numbers import OfCall
-from jgrad._inputs.state import AS_PARAMETERS, MomentOptions, OptState
-from jgrad._trees import checks, shares, trees, variables
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import check_keywords, keywords_of
+from jgrad._inputs.options import Mask
+from jgrad._kernels.leaf_step import Place
+from jgrad._kernels.moment import is_rounded
+from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
+from jgrad._packed.array_spec import ArraySpec
+from jgrad._trees import checks, trees, variables
+from jgrad._trees.explained import Transformation, check_keywords, keywords_of
+from jgrad._trees.forms import SMALLEST, Blocks
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
+
+
+@state_of("moments", step="step", mw="moment", vw="moment")
+class OptState(NamedTuple):
+    """State of every optimizer but `soap`; fields that a method does not use are `None`.
+
+    The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
+    read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
+
+    Attributes:
+      step: number of updates done, an int32 scalar; it saturates.
+      mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
+      vw: second moment, real; as `mw`.
+
+    Example:
+      >>> state = jgrad.adam(1e-3).init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> state.step.dtype.name, state.mw["w"].shape, state.vw["b"].dtype.name
+      ('int32', (3, 2), 'float32')
+      >>> state.mu is state.mw, optax.tree.get(state, "step") is state.step
+      (True, True)
+    """
+
+    step: jax.Array
+    mw: PyTree
+    vw: PyTree
+
+    @property
+    def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
+        """The step, by optax's name."""
+        return self.step
+
+    @property
+    def mu(self) -> PyTree:
+        """The first moment, by optax's name."""
+        return self.mw
+
+    @property
+    def nu(self) -> PyTree:
+        """The second moment, by optax's name."""
+        return self.vw
+
+
+@state_of("adafactor", step="step", mw="moment", vw="moment")
+class AdafactorState(OptState):
+    """State of `adafactor`: an `OptState` whose `mw` averages steps, with the rate inside.
+
+    It has a type of its own so that `carry_over` does not take `mw` for averages of gradients.
+
+    Attributes:
+      step: updates done, an int32 scalar.
+      mw: averages of steps; a tree like the parameters, or None without momentum.
+      vw: averages of squares of gradients; `Factors` for matrices.
+
+    Example:
+      >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})
+      >>> type(state).__name__, isinstance(state, jgrad.OptState)
+      ('AdafactorState', True)
+    """
+
+    __slots__ = ()
+
+
+def counter(params: PyTree, value: int = 0) -> jax.Array:
+    """A scalar that counts, replicated over the mesh of the parameters."""
+    x = jnp.asarray(value, jnp.int32)
+    for p in jax.tree.leaves(params):
+        sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
+    return x
+
+
+# A dtype, 8 bits in blocks, or None for the parameter's dtype, but at least float32.
+MomentDType = DTypeLike | Literal["8bit"] | None
+
+_EIGHT_BITS = "8bit"
+
+_LOG = logging.getLogger("jgrad")
+_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
+
+
+class MomentOptions(NamedTuple):
+    """What a user gave.
+
+    Attributes:
+      dtype: `moment_dtype`.
+      full_precision: leaves that "8bit" leaves alone.
+      layer_axes: axes over which layers are stacked, which start on a block.
+      mesh_axes: how leaves are sharded, where their types do not say it.
+      of_first: whether this is said of first moments alone, and second ones have full precision.
+    """
+
+    dtype: MomentDType
+    full_precision: Mask = None
+    layer_axes: PyTree = None
+    mesh_axes: PyTree = None
+    of_first: bool = False
+
+    def checked(self, function: str) -> "MomentOptions":
+        """The same, with `_EIGHT_BITS` itself for 8 bits, which is asked for by `is`.
+
+        What the factory can say already. A dtype has the range of float32, so no float16.
+        """
+        read_mesh_axes(function, self.mesh_axes)
+        if isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS:
+            return self._replace(dtype=_EIGHT_BITS)
+        try:
+            dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
+            fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
+        except TypeError:
+            fits = False
+        if not fits:
+            expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
+            raise TypeError(f"{function}: `moment_dtype`: {self.dtype!r}, expected {expected}.")
+        return self
+
+    def init(self, params: Parameters, shapes: Shapes) -> OptState:
+        """The state before the first update; `mw` and `vw` share no buffer, for donation."""
+        checks.parameters(params.reference)
+        moments: list[PyTree] = [None, None]
+        forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
+        sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
+        for i, (form, tree) in enumerate(zip(forms, (shapes.mw, shapes.vw), strict=True)):
+            if tree is not None:
+                is_8_bits = form.dtype is _EIGHT_BITS
+                stacked = form._stacked(params, tree) if is_8_bits else None
+                some = some or any(x is not None for x in stacked or ())
+                moments[i] = zeros(
+                    params.function,
+                    params.tree,
+                    None if is_8_bits else form.dtype,
+                    shapes=tree,
+                    mesh_axes=sharded,
+                    stacked=stacked,
+                    real=i == 1,
+                )
+        if self.dtype is _EIGHT_BITS and not some and told().share is None:
+            self._say_if_small(params)
+        return OptState(counter(params.tree), *moments)
+
+    def _say_if_small(self, params: Parameters) -> None:
+        """Where no leaf is large enough, so that a user who counts on 8 bits knows it.
+
+        A share says nothing, of whose model the whole was looked at.
+
+        To a log and not as a warning, which would be an error in the tests of users with a small
+        model, where nothing is wrong.
+        """
+        leaves = params.updated_shapes().leaves
+        full = _full_precision(params, self.full_precision)
+        sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
+        key = params.function, [None if x is None else x.shape for x in leaves]
+        if not sizes or max(sizes) >= SMALLEST or key in _said:
+            return
+        _said.append(key)
+        _LOG.warning(
+            f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
+            f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
+            f"{max(sizes)}. Said once for these shapes."
+        )
+
+    def read(
+        self,
+        inputs: Inputs,
+        state: Any,
+        shapes: Shapes,
+        numbers: Mapping[str, Any],
+        kind: Any = OptState,
+    ) -> Step:
+        """What an update starts from; an error where the state is of another method or form."""
+        came = remedy = ""
+        if not isinstance(state, kind):
+            is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
+            remedy = " `carry_over` converts the states of optax." if is_foreign else ""
+            came = type(state).__name__
+        else:
+            for name, expected in ("mw", shapes.mw), ("vw", shapes.vw):
+                if (getattr(state, name) is None) != (expected is None):
+                    without = "with" if expected is None else "without"
+                    origin = f"{without} `{name}`, from another method or other options"
+                    came = f"{trees.with_article(kind.__name__)} {origin}"
+        if came:
+            expected = checks.made_by_init(inputs.function, kind)
+            raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
+        step = jnp.asarray(state.step)
+        if step.shape != ():
+            remedy = "map `update` over the models, as you did `init`"
+            problem = f"shape {step.shape}, expected (); {remedy}"
+            raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
+        step = optax.safe_increment(step)
+        keys = functools.cache(functools.partial(RandomKeys, step))  # where something is rounded
+        mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
+        of_second = AS_PARAMETERS if self.of_first else self
+        vw = of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
+        return Step(step, state.step, mw, vw, shapes.matrices or [], numbers)
+
+    def _moment(
+        self,
+        inputs: Inputs,
+        name: str,
+        tree: PyTree,
+        shapes: PyTree,
+        keys: Callable[[], RandomKeys],
+        *,
+        real: bool,
+    ) -> Moment:
+        """One moment, stored in the form that was asked for."""
+        if shapes is None:  # no such moment, or parameters of one leaf that has none
+            return Moment([None] * len(inputs.specs), inputs.specs)
+        is_whole = shapes is inputs.tree
+        old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
+        arg = inputs.reference._replace(name=name, leaves=old)
+        is_8_bits = self.dtype is _EIGHT_BITS
+        in_8_bits = self._in_8_bits(inputs, shapes) if is_8_bits else [False] * len(old)
+        for i, expected in enumerate(in_8_bits):
+            if not inputs.is_updated[i] or isinstance(old[i], Blocks) == expected:
+                continue
+            if not (isinstance(old[i], Blocks) and is_8_bits and self._is_possible(inputs, i)):
+                came, of = checks.describe(old[i]), "Blocks, 8 bits"
+                if isinstance(old[i], Blocks):
+                    came, of = f"Blocks of shape {old[i].shape}", "an array"
+                arg.fail(i, TypeError, f"{came}, expected {of}; {OTHER_FORM}")
+        moment = Moment(old, inputs.specs, None, inputs.commit, has_form=True)
+        if not any(map(is_rounded, old)):
+            return moment
+        places = self._places(inputs, old, is_whole=is_whole)
+        return dataclasses.replace(moment, keys=keys(), places=places)
+
+    def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
+        """How moments are sharded that are rounded at random: those that are like their leaves."""
+        said = inputs.places_of(self.mesh_axes)
+        if is_whole or not said:
+            return said
+        alike = [
+            x is not None and x.shape == p.shape
+            for x, p in zip(old, inputs.reference.leaves, strict=True)
+        ]
+        return [
+            place if place is not None and place.is_shard and same else None
+            for place, same in zip(said, alike, strict=True)
+        ]
+
+    def _is_possible(self, inputs: Parameters, i: int) -> bool:
+        """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
+        if inputs.specs[i].is_buffer:
+            return False
+        full = _full_precision(inputs, self.full_precision)
+        return not full[inputs.specs[i].positions[0]]
+
+    def _in_8_bits(self, params: Parameters, shapes: PyTree) -> list[bool]:
+        """Whether each array of these shapes is stored in 8 bits."""
+        full = _full_precision(params, self.full_precision)
+        if shapes is params.tree:
+            pairs = zip(params.specs, params.reference.leaves, strict=True)
+            return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
+        leaves = params.reference.leaves
+        return [
+            x is not None and x.shape == p.shape and _is_in_8_bits(params, spec, x, full)
+            for spec, x, p in zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
+        ]
+
+    def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
+        """For each array the axes of its layers; None where it is not stored in 8 bits."""
+        in_8_bits = self._in_8_bits(params, shapes)
+        of_leaves: Any = None
+        if self.layer_axes is not None:
+            axes = read_layer_axes(params.function, self.layer_axes)
+            of_leaves = params.option("layer_axes", axes).leaves
+        columns = zip(params.specs, in_8_bits, params.reference.leaves, strict=True)
+        return [
+            _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
+            if is_in
+            else None
+            for spec, is_in, x in columns
+        ]
+
+
+AS_PARAMETERS = MomentOptions(None)
+
+
+def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:
+    if spec.is_buffer:
+        return spec.spans[0].layers.stacked if spec.is_unpacked else ()
+    return tuple(sorted({axis % x.ndim for axis in axes})) if axes else ()
+
+
+def _full_precision(inputs: Parameters, mask: Mask) -> list[bool]:
+    """For each leaf of the unpacked tree, whether the user keeps it in full precision."""
+    if mask is None:
+        return [False] * len(trees.flatten(inputs.shapes)[0])
+    return options.mask(inputs, "full_precision", mask)
+
+
+def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bool]) -> bool:
+    """Whether an array is large enough, and real; small leaves of a buffer are as their buffer."""
+    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return False
+    sizes = [span.size for span in spec.spans] or [x.size]
+    is_full = [full[i] for i in spec.positions]
+    if max(sizes) < SMALLEST or all(is_full):
+        return False
+    if any(is_full):
+        arg = inputs.updated_shapes()._replace(name="full_precision")
+        remedy = (
+            "the same for all leaves of a packed buffer, since they share an array; leave it "
+            "unpacked"
+        )
+        arg.fail(spec.positions[is_full.index(True)], ValueError, f"True, expected {remedy}")
+    if x.dtype == np.float64:
+        arg = inputs.updated_shapes()._replace(name=inputs.reference.name)
+        position = spec.positions[int(np.argmax(sizes))]
+        remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"
+        arg.fail(position, TypeError, f"dtype float64, {remedy}")
+    return True
+
+
+# ---- the pair of a method ----------------------------------------------------------------------
 
 # (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
 # returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
@@ -31,15 +362,13 @@ ShapesOf = Callable[[Parameters], Shapes]
 
 
 class MoreFields(NamedTuple):
-    """What a state has beside step and moments.
+    """What a state has beside step and moments, in the fields behind those of `OptState`.
 
     Attributes:
-      state: its type, whose first fields are those of `OptState`.
       init: the other fields before the first update.
       read: what an update starts from, checked: `step.more`.
     """
 
-    state: Any
     init: Callable[[Parameters, Shapes], tuple[PyTree, ...]]
     read: Callable[[Inputs, Shapes, Any], Any]
 
@@ -54,7 +383,7 @@ def transformation(
     moments: MomentOptions = AS_PARAMETERS,
     params_for: str | None = None,
     more: MoreFields | None = None,
-    state_type: type[OptState] = OptState,
+    state_type: Any = OptState,
     stays_finite: bool = True,
 ) -> Transformation:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
@@ -68,12 +397,12 @@ def transformation(
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
-      state_type: of the state, where it has nothing beside.
+      state_type: of the state; an `OptState` is taken, too, where it has nothing beside.
       stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
         steps look at its results, as they do at those of other libraries.
     """
     moments = moments.checked(name)
-    kind = OptState if more is None else more.state
+    kind = OptState if more is None else state_type
 
     def shapes(inputs: Parameters) -> Shapes:
         if shapes_of is not None:
@@ -83,8 +412,8 @@ def transformation(
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         of_moments = shapes(inputs)
-        state = moments.init(inputs, of_moments)
-        return state_type(*state) if more is None else kind(*state, *more.init(inputs, of_moments))
+        others = () if more is None else more.init(inputs, of_moments)
+        return state_type(*moments.init(inputs, of_moments), *others)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
@@ -142,6 +471,7 @@ def pair(
     init: Callable[[PyTree], Any],
     update: Callable[..., tuple[PyTree, Any]],
     name: str,
+    kind: type | None = None,
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
@@ -152,6 +482,7 @@ def pair(
       init: of the parameters.
       update: of one call.
       name: for messages.
+      kind: of the state, which has to be one that `init` made; None where it may be any.
       handed_on: which extra arguments `update` reads itself, too.
       checks_options: whether `update` itself knows which of the options a call may change.
     """
@@ -167,7 +498,10 @@ def pair(
             check_keywords(name, extra_args, taken, checks_options=checks_options)
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
-        share = shares.current()
+        if not (kind is None or isinstance(state, kind)):
+            came, expected = type(state).__name__, checks.made_by_init(name, kind)
+            raise TypeError(f"{name}: `state`: {came}, {expected}")
+        share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
         else:

@@ -10,8 +10,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._gradients.grad import stop_gradient
 from jgrad._trees import checks, trees
-from jgrad._trees.protocols import KeyPath, Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 _NAME = "execute_with_gradients"
 _DEFAULT = ((0,),)

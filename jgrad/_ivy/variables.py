@@ -16,8 +16,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.functional import lists_as_arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 
 def variable(x: PyTree, /) -> PyTree:

@@ -148,13 +148,6 @@ def _is_moment(x: Any) -> bool:
     return isinstance(x, LeafMoment)
 
 
-def has_kernel(moment: Any) -> bool:
-    """Whether a moment is in 8 bits, with whole blocks along the last axis, as a kernel needs."""
-    if not (isinstance(moment, LeafMoment) and isinstance(moment.old, Blocks)):
-        return False
-    return in_rows(moment.old)
-
-
 def in_memory(*arrays: Any) -> bool:
     """Whether kernels have arrays of these dtypes; of float16 there are none."""
     return all(x.dtype in _IN_MEMORY for x in arrays)

@@ -41,7 +41,7 @@ def run(
 
     Args:
       function: pure, elementwise in its arrays, and the same object in each call.
-      args: its arguments, among which are moments with `has_kernel`.
+      args: its arguments, among which are moments in 8 bits, `in_rows`.
       replaces: for the last arrays that it returns, the one of `args` that may be overwritten with
         each; None for none.
       place: how the leaf is sharded, where types do not say it.

@@ -23,7 +23,8 @@ from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
-from jgrad._trees import checks, needs
+from jgrad._trees import checks
+from jgrad._trees.explained import refuse_without_effect
 
 MOMENTUM = 0.95  # by default
 
@@ -66,7 +67,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     if muon.fraction is None:
         if (decay := step.numbers.get("error_decay")) is not None:
             without = "without `fraction`"
-            needs.refuse_without_effect(inputs.function, "error_decay", decay, None, without)
+            refuse_without_effect(inputs.function, "error_decay", decay, None, without)
         momentum = _look_ahead if muon.nesterov else average_of_leaf
         m, mw_of_matrices = momentum(g, step.mw, n.momentum)
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)

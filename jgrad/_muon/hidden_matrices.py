@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs import matrix_options
-from jgrad._inputs.by_path import check_parameters
+from jgrad._inputs.options import check_parameters
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import explained
 from jgrad._trees.trees import PyTree
 
 _NAME = "hidden_matrices"

@@ -29,15 +29,13 @@ from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import MomentDType, transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 MuonRule = Literal["muon", "normuon"]
@@ -162,6 +160,7 @@ def check_decays(name: str, given: Given) -> None:
     decays = {"weight_decay": given.weight_decay}
     if given.adam_weight_decay is not None:
         decays["adam_weight_decay"] = given.adam_weight_decay
+    checks.one_of(name, "weight_decay_rule", given.weight_decay_rule, options.DECAY_RULES)
     options.check_decays(name, given.weight_decay_rule, **decays)
 
 
@@ -169,7 +168,8 @@ def matrices_of(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     """Where the matrices of each leaf are; an error where one is packed with others."""
     axes = given.output_axes, given.layer_axes, given.mesh_axes, given.split
     matrices = matrix_options.find(inputs, given.matrices, *axes)
-    matrix_options.refuse_packed(inputs, matrices)
+    if inputs.has_buffers:
+        matrix_options.refuse_packed(inputs, matrices)
     return matrices
 
 

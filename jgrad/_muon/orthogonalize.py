@@ -31,7 +31,7 @@ from jgrad._muon.rows import Rows
 from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import explained
 from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
 from jgrad._trees.trees import PyTree
 
@@ -88,9 +88,8 @@ def orthogonalize(
         if not (leaf is None or checks.is_inexact(leaf)):
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
-    outputs = ArgLeaves.from_prefix(
-        _NAME, "output_axes", matrix_options.read_output_axes(_NAME, output_axes), "x", x
-    )
+    of_outputs = read_layer_axes(_NAME, output_axes, "output_axes")
+    outputs = ArgLeaves.from_prefix(_NAME, "output_axes", of_outputs, "x", x)
     chosen = arg._replace(leaves=[x is not None for x in arg.leaves])
     layers = matrix_options.layers_of(chosen, stacked, arg)
     for i, of in enumerate(layers):

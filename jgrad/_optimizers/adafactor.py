@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,17 @@ from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import AdafactorState, MomentDType
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import AdafactorState, MomentDType, transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import Factors
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 AdafactorRule = Literal["paper", "torch"]
@@ -213,20 +212,8 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-class _Direction(NamedTuple):
-    """What one update is made of.
-
-    Attributes:
-      u: of each array the call that computes g / sqrt(v).
-      vw: new second moments.
-    """
-
-    u: list[Call | None]
-    vw: list[Any]
-
-
-def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
-    """Gradients divided by the roots of their averaged squares."""
+def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | None], list[Any]]:
+    """The calls that divide gradients by the roots of their averaged squares; and these."""
     name, chosen, axes = inputs.function, given.arguments, step.matrices
     is_torch = chosen["rule"] == "torch"
     first = chosen["epsilon"][0]
@@ -257,7 +244,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> _Direction:
         else:
             u.append(None)
     both = zip(new_rows, new_columns, new_elements, strict=True)
-    return _Direction(u, [v if r is None else Factors(r, c) for r, c, v in both])
+    return u, [v if r is None else Factors(r, c) for r, c, v in both]
 
 
 def _epsilon(x: Any) -> float:
@@ -281,7 +268,7 @@ def _as_read_in_branches(x: Any) -> Any:
 
     Not in a layer of `step_in_backward`, where XLA then writes the layer in both dtypes.
     """
-    return narrow(x) if shares.current() is None else x
+    return narrow(x) if told().share is None else x
 
 
 def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[list[jax.Array]]:

@@ -16,11 +16,9 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import Compute, transformation
+from jgrad._inputs.transformation import Compute, MomentDType, transformation
 from jgrad._kernels.moment import Moments
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 BiasCorrection = Literal["step_size", "moments"] | None
@@ -365,9 +363,7 @@ def adam(
       Weight Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
     """
     given = _OPTIONS.check("adam", locals())
-
-    moments = given.moments()
-    return transformation("adam", _compute(given), mw=True, vw=True, moments=moments)
+    return transformation("adam", _compute(given), mw=True, vw=True, moments=given.moments())
 
 
 @explained

@@ -17,8 +17,7 @@ from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import pair, transformation
+from jgrad._inputs.transformation import MomentDType, pair, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -30,8 +29,7 @@ from jgrad._layers.trust import (
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import checks
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
@@ -57,22 +55,12 @@ def _decayed_delta(
     alpha: jax.Array,
     epsilon: jax.Array,
     decay: jax.Array,
+    *,
+    rule: DecayRule,
 ) -> jax.Array:
-    """u = Adam's delta + lambda w, as one function of what it reads"""
-    return rules.add_scaled(adam.delta(mw, vw, alpha, epsilon), w, decay)
-
-
-@on_leaf(arrays=3)
-def _cautiously_decayed_delta(
-    mw: jax.Array,
-    vw: jax.Array,
-    w: jax.Array,
-    alpha: jax.Array,
-    epsilon: jax.Array,
-    decay: jax.Array,
-) -> jax.Array:
-    """u = Adam's delta + lambda w, the decay where m, and so delta, has the sign of w"""
-    return rules.add_cautiously(adam.delta(mw, vw, alpha, epsilon), w, mw, decay)
+    """u = Adam's delta + lambda w, as one function of what it reads; m has the signs of delta"""
+    delta = adam.delta(mw, vw, alpha, epsilon)
+    return rules.decayed(delta, w, decay, like=mw, rule=rule)
 
 
 # ---- the method, on lists of leaves ------------------------------------------------------------
@@ -112,7 +100,6 @@ def _updates(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """-lr ratio (delta + decay w), and the new moments; in Ivy's rule decay is in norms only."""
     independent = decay_rule == "independent"
-    with_decay = _cautiously_decayed_delta if decay_rule == "cautious" else _decayed_delta
     inside = None if independent else rules.optional(lamb.weight_decay)
     leaves, *new = _directions_of_leaf(g, mw, vw, lamb.adam, w, inside, rule=decay_rule)
     deltas: list[Call | None] = [None] * len(w)
@@ -128,6 +115,7 @@ def _updates(
             continue
         deltas[i] = decayed[i] = adam.delta, (m, v, alpha, epsilon)
         if decay is not None:
+            with_decay = leafwise.fixed(_decayed_delta, rule=decay_rule)
             decayed[i] = with_decay, (m, v, x, alpha, epsilon, decay)
     if rule == "paper":
         deltas, decayed = computed_once(decayed, layers)

@@ -17,8 +17,7 @@ from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import MomentDType, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -28,8 +27,7 @@ from jgrad._layers.trust import (
     scaled_by_trust_ratio,
 )
 from jgrad._trees import checks
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 LarsRule = Literal["paper", "decayed_gradient", "ivy"]

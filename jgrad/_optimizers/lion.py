@@ -14,11 +14,9 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import Compute, transformation
+from jgrad._inputs.transformation import Compute, MomentDType, transformation
 from jgrad._kernels.moment import Moments
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 _BETAS = {"beta1": Role.BETA, "beta2": Role.BETA}
@@ -168,9 +166,7 @@ def lion(
       sign of a complex number is x / |x|.
     """
     given = _OPTIONS.check("lion", locals())
-
-    moments = given.moments()
-    return transformation("lion", _compute(given), mw=True, moments=moments)
+    return transformation("lion", _compute(given), mw=True, moments=given.moments())
 
 
 @explained
@@ -217,6 +213,4 @@ def scale_by_lion(
     Source: as `lion`.
     """
     given = _DIRECTION.check("scale_by_lion", locals())
-
-    moments = given.moments()
-    return transformation("scale_by_lion", _compute(given), mw=True, moments=moments)
+    return transformation("scale_by_lion", _compute(given), mw=True, moments=given.moments())

@@ -17,9 +17,8 @@ from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
 from jgrad._optimizers.lion import lion
-from jgrad._trees import checks, needs
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees import checks
+from jgrad._trees.explained import Transformation, explained, refuse_without_effect
 
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
@@ -147,7 +146,7 @@ def optimizer_of_leaf(
             )
         given = options.check(name, bound.arguments)
         if not moments and (dtype := bound.arguments["moment_dtype"]) is not None:
-            needs.refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
+            refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
         first = tuple(_at_first(bound.arguments.get(x, 1.0), is_beta[x]) for x in own)
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
         form = given.moments()

@@ -24,6 +24,7 @@ from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import varying_axes
+from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 
@@ -137,7 +138,7 @@ class ArraySpec(NamedTuple):
         by one are counted by themselves, so that nothing says where those of a device begin.
         """
         if self.is_unpacked:
-            share = shares.current()
+            share = told().share
             return share is None or share.layer is None or 0 not in place.cut
         in_order = all(span.layers.stacked[:1] in ((), (0,)) for span in self.spans)
         return place.cut == [0] and in_order

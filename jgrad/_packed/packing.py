@@ -19,9 +19,9 @@ from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.other_names import explained
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import PyTree
 

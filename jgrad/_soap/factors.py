@@ -19,9 +19,8 @@ from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
-from jgrad._trees.protocols import state_of
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
-from jgrad._trees.trees import PyTree
 
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns

@@ -19,16 +19,14 @@ from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.state import MomentDType
-from jgrad._inputs.transformation import MoreFields, transformation
+from jgrad._inputs.transformation import MomentDType, MoreFields, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 
 FirstStep = Literal["skip", "adam"]
@@ -71,7 +69,7 @@ def _factors(max_side: int) -> MoreFields:
     def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
         return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
 
-    return MoreFields(SoapState, init, read)
+    return MoreFields(init, read)
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -358,4 +356,5 @@ def soap(
         shapes_of=functools.partial(_shapes, given=given),
         moments=given.moments(layer_axes=layer_axes),
         more=_factors(max_side),
+        state_type=SoapState,
     )

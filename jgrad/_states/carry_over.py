@@ -14,10 +14,9 @@ from jgrad._states.matching import Account, Matcher, Momentum, Source
 from jgrad._states.state_leaves import Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import explained
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._wrappers import parameters
 
 _NAME = "carry_over"

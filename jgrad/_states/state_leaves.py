@@ -15,8 +15,7 @@ from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
 Keys = tuple[str, ...]
 

@@ -17,10 +17,9 @@ from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import KeyPath, Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._wrappers import inside
 
 _NAME = "state_shardings"

@@ -19,8 +19,7 @@ import numpy as np
 from jgrad._trees import trees
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.path_rules import PathRules
-from jgrad._trees.protocols import Leaf
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 # The remedy where a number of Python is needed, and an array came.
 INJECTED = "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`"

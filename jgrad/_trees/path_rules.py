@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from jgrad._trees import shares
 from jgrad._trees.protocols import KeyPath
+from jgrad._trees.told import told
 
 _ANY_KEYS, _WITHIN_KEY = "**", "*"
 _SHOWN = 3  # paths named in a message
@@ -147,7 +147,7 @@ class PathRules:
         """
         known = {i: path for i, path in enumerate(paths) if path is not None}
         rules = {i: self._rule_of(path) for i, path in known.items()}
-        if known and shares.current() is None:  # a share has some of the leaves
+        if known and told().share is None:  # a share has some of the leaves
             self._check_each_is_used(set(rules.values()), known, begin, names, masked)
         without = [i for i, rule in rules.items() if rule is None]
         if without:

@@ -1,57 +1,28 @@
 """Types: aliases, and the `__jgrad_*__` protocols by which objects say something of themselves.
 
 Between two wrappers there may be transformations of other libraries, and a state may come from one.
-So nobody asks which type an object has, but whether its type has one of these attributes.
+So nobody asks which type an object has, but whether its type has one of these attributes:
+
+- `__jgrad_rules__` is a tree of rules for jgrad's options, of what `by_path` returns, which is a
+  function to optax.
+- `__jgrad_differences__(other, name, other_name)`, of static data of a node such as the layout of
+  packed parameters, has phrases for messages of where it differs from another.
+- `__jgrad_fields__`, of a state, are its `FieldRoles`.
+- `__jgrad_report__()`, of a state, has arrays by name for `report`.
+- `__jgrad_unrounded__`, of a state, says that its wrapper wants gradients in float32, before they
+  are rounded.
+- `__jgrad_rejected__(new, finite)`, of a state whose wrapper leaves out gradients that are not
+  finite, and which has a field `total`, the sum of the others, is what stays of this state and the
+  new one if the update is rejected as a whole. `finite` says whether the gradients are; None where
+  all of the state is this part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
-
-import jax
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeVar
 
 PyTree = Any
 Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
 KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
-
-
-class Ruled(Protocol):
-    """What `by_path` returns: a function to optax, and a tree of rules to jgrad's options."""
-
-    __jgrad_rules__: PyTree
-
-
-class Differing(Protocol):
-    """Static data of a node, such as the layout of packed parameters."""
-
-    def __jgrad_differences__(self, other: Any, name: str, other_name: str) -> Iterator[str]:
-        """Where it differs from another, in phrases for messages."""
-
-
-class Unrounded(Protocol):
-    """A state whose wrapper wants gradients in float32, before they are rounded."""
-
-    @property
-    def __jgrad_unrounded__(self) -> bool: ...
-
-
-class Rejecting(Protocol):
-    """A state whose wrapper leaves out gradients that are not finite.
-
-    It has a field `total`, the sum of the others.
-    """
-
-    def __jgrad_rejected__(self, new: Any, finite: jax.Array | None) -> Any:
-        """What stays of this state and the new one if the update is rejected as a whole.
-
-        `finite` says whether the gradients are; None where all of the state is this part.
-        """
-
-
-class Reporting(Protocol):
-    """A state that has something to say to `report`."""
-
-    def __jgrad_report__(self) -> Mapping[str, jax.Array]:
-        """Arrays by name."""
 
 
 # What a field of a state holds, for `carry_over`, where an old state does not have it:
@@ -82,12 +53,6 @@ class FieldRoles(NamedTuple):
     others: FieldRole = "zero"
 
 
-class Declared(Protocol):
-    """A state that says what its fields are."""
-
-    __jgrad_fields__: FieldRoles
-
-
 _State = TypeVar("_State")
 STATES: list[FieldRoles] = []  # all that are declared, by which `carry_over` reads files
 
@@ -109,7 +74,7 @@ def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_St
         fields = FieldRoles(kind, others | roles)
         STATES.append(fields)
         state.__module__ = "jgrad"
-        state.__jgrad_fields__ = fields  # type: ignore[attr-defined]  # as `Declared` has it
+        state.__jgrad_fields__ = fields  # type: ignore[attr-defined]
         return state
 
     return declared

@@ -137,12 +137,6 @@ def is_others(scopes: str) -> bool | None:
     return None if own == others else others > own
 
 
-def current() -> Share | None:
-    """The share whose update is traced, if any."""
-    share: Share | None = told().share
-    return share
-
-
 def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
     """What all shares together say; `part` itself outside of `step_in_backward`.
 
@@ -151,7 +145,7 @@ def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
       combine: how two of them become one.
       part: a tree of arrays, that of the leaves at hand.
     """
-    share = current()
+    share: Share | None = told().share
     return part if share is None else share.number(function, combine, part)
 
 
@@ -161,7 +155,7 @@ def in_stack(keys: np.ndarray, size: int) -> np.ndarray | jax.Array:
     Its elements then have the bits that they have in the stack: the hash is one of the first key
     and the number of an element, added.
     """
-    share = current()
+    share: Share | None = told().share
     if share is None or share.layer is None:
         return keys
     before = jnp.asarray(share.layer).astype(jnp.uint32) * jnp.uint32(size % 2**32)
@@ -176,7 +170,7 @@ def shapes_of(params: PyTree) -> dict[KeyPath, jax.ShapeDtypeStruct]:
 
 def of_whole_model(shapes: PyTree) -> PyTree:
     """What an option that is a function is called with: no share, but all parameters."""
-    share = current()
+    share: Share | None = told().share
     if share is None:
         return shapes
     return jax.tree_util.tree_map_with_path(share.shape, shapes, is_leaf=lambda x: x is None)
@@ -187,6 +181,6 @@ def refuse(function: str, remedy: str) -> None:
 
     Asked by `init`, which is called for each share before there is an update.
     """
-    if current() is not None:
+    if told().share is not None:
         came = f"`{function}`, which needs the gradients of all layers at once"
         raise ValueError(f"{_STEP}: `tx`: {came}; {remedy}.")

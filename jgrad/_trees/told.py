@@ -48,6 +48,8 @@ class Told(NamedTuple):
     Attributes:
       commit: a `Commit`, whether the update is committed, if a wrapper decides it; None where it
         always is.
+      windows: one that is told to what leaves out gradients by itself, as `accumulate` does, and to
+        nobody else: what precedes that or follows it sees updates in each call.
       finite: whether gradients are finite, for what leaves them out by itself; None if nobody says.
       notes: by name, numbers of the last update, if a wrapper reports them; see `note`.
       is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
@@ -58,6 +60,7 @@ class Told(NamedTuple):
     """
 
     commit: Any = None
+    windows: Any = None
     finite: bool | jax.Array | None = None
     notes: dict[str, jax.Array] | None = None
     is_dry: bool = False
@@ -65,6 +68,11 @@ class Told(NamedTuple):
     then: Any = None
     undecayed: frozenset[str] = frozenset()
     share: Any = None
+
+    @property
+    def commits(self) -> list[Any]:
+        """All that want to know which arrays are finite or settled."""
+        return [x for x in (self.commit, self.windows) if x is not None]
 
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
@@ -82,7 +90,7 @@ def told() -> Told:
     said = _told.get()
     if said is NOTHING or said.trace == trace_state():
         return said
-    return said._replace(commit=None, finite=None, notes=None, is_dry=False)
+    return said._replace(commit=None, windows=None, finite=None, notes=None, is_dry=False)
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:

@@ -15,15 +15,12 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import telling, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 
@@ -37,8 +34,57 @@ Leaves = list[Any]
 Settled = tuple[list[bool], list[bool]]
 
 
+class _OfWindow:
+    """What both states say of their window."""
+
+    __slots__ = ()
+
+    @property
+    def gradient_step(self: Any) -> jax.Array:
+        """Updates done, by optax's name: as the transformation inside counts them."""
+        done: jax.Array | None = inside.updates_done(self.inner)
+        if done is None:
+            came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
+            raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
+        return done
+
+    @property
+    def has_updated(self: Any) -> jax.Array:
+        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+
+        Also after a window that updated nothing, since no mini-batch of it was finite.
+        """
+        has_updated: jax.Array = (self.mini_step == 0) & (self.gradient_step > 0)
+        return has_updated
+
+    def __jgrad_report__(self: Any) -> dict[str, jax.Array]:
+        """What `report` reads."""
+        return {"skipped_mini_batches": self.skipped}
+
+    def __jgrad_rejected__(self, new: PyTree, finite: jax.Array | None) -> PyTree:
+        """What stays of an update that is rejected as a whole."""
+        return without_window(self, new, finite)
+
+
+class _Fields(NamedTuple):
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+
+
+class _WeightedFields(NamedTuple):
+    mini_step: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
+    skipped: jax.Array
+    total: PyTree
+    inner: PyTree
+    weight: jax.Array
+
+
 @state_of("accumulate", total="sum")
-class AccumulateState(NamedTuple):
+class AccumulateState(_OfWindow, _Fields):
     """State of `accumulate`. The field names are a file format: checkpoints hold them.
 
     `gradient_step` and `has_updated` are those of `optax.MultiSteps`, read from the state inside.
@@ -59,36 +105,11 @@ class AccumulateState(NamedTuple):
       (0, 0, False)
     """
 
-    mini_step: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
-    skipped: jax.Array
-    total: PyTree
-    inner: PyTree
-
-    @property
-    def gradient_step(self) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
-        return _gradient_step(self)
-
-    @property
-    def has_updated(self) -> jax.Array:
-        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
-
-        Also after a window that updated nothing, since no mini-batch of it was finite.
-        """
-        return _has_updated(self)
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(self, new: "AccumulateState", finite: jax.Array | None) -> PyTree:
-        """What stays of an update that is rejected as a whole."""
-        return without_window(self, new, finite)
+    __slots__ = ()
 
 
 @state_of("accumulate", total="sum")
-class WeightedAccumulateState(NamedTuple):
+class WeightedAccumulateState(_OfWindow, _WeightedFields):
     """State of `accumulate(..., weighted=True)`. The field names are a file format.
 
     Attributes:
@@ -105,47 +126,7 @@ class WeightedAccumulateState(NamedTuple):
       0.0
     """
 
-    mini_step: jax.Array
-    count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
-    skipped: jax.Array
-    total: PyTree
-    inner: PyTree
-    weight: jax.Array
-
-    @property
-    def gradient_step(self) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
-        return _gradient_step(self)
-
-    @property
-    def has_updated(self) -> jax.Array:
-        """As that of `AccumulateState`."""
-        return _has_updated(self)
-
-    def __jgrad_report__(self) -> dict[str, jax.Array]:
-        """What `report` reads."""
-        return {"skipped_mini_batches": self.skipped}
-
-    def __jgrad_rejected__(
-        self, new: "WeightedAccumulateState", finite: jax.Array | None
-    ) -> PyTree:
-        """What stays of an update that is rejected as a whole."""
-        return without_window(self, new, finite)
-
-
-_State = AccumulateState | WeightedAccumulateState
-
-
-def _gradient_step(state: _State) -> jax.Array:
-    done: jax.Array | None = inside.updates_done(state.inner)
-    if done is None:
-        came = f"{type(state).__name__}: `gradient_step`: no state inside counts its updates"
-        raise AttributeError(f"{came}, expected one of a method of jgrad, or of a schedule.")
-    return done
-
-
-def _has_updated(state: _State) -> jax.Array:
-    return (state.mini_step == 0) & (state.gradient_step > 0)
+    __slots__ = ()
 
 
 def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
@@ -250,7 +231,8 @@ def accumulate(
     def init(params: PyTree) -> PyTree:
         shares.refuse(_NAME, "use a larger batch, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
-        state = _begun(kind, params, total, tx.init(params))
+        weight = [counter(params).astype(jnp.float32)] if weighted else []
+        state = kind(*map(counter, [params] * 3), total, tx.init(params), *weight)
         _length(every, state.inner)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
@@ -264,7 +246,6 @@ def accumulate(
         weight: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, PyTree]:
-        inside.check_state(_NAME, state, kind)
         if weight is not None and not weighted:
             came = checks.describe(weight)
             raise ValueError(f"{_NAME}: `weight`: {came}, expected None without `weighted=True`.")
@@ -278,7 +259,7 @@ def accumulate(
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
         emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
-        use, outer = _use(inputs, updates, finite, around.commit, check_finite, devices)
+        use, outer = _use(inputs, updates, finite, around.windows, check_finite, devices)
         if weighted:
             weight, use = _summed(weight, use, inputs, devices)
         before = state
@@ -296,15 +277,7 @@ def accumulate(
         _tell(outer, steps, new, before, settled)
         return steps, new
 
-    return pair(init, update, _NAME)
-
-
-def _begun(kind: type[PyTree], params: PyTree, total: PyTree, inner: PyTree) -> PyTree:
-    """A state before the first call."""
-    counters = counter(params), counter(params), counter(params)
-    is_weighted = kind is WeightedAccumulateState
-    weight = [counter(params).astype(jnp.float32)] if is_weighted else []
-    return kind(*counters, total, inner, *weight)
+    return pair(init, update, _NAME, kind)
 
 
 # ---- one call ----------------------------------------------------------------------------------
@@ -323,12 +296,11 @@ def _use(
     inputs: Inputs,
     updates: PyTree,
     finite: Flag | None,
-    commit: Commit | None,
+    outer: Commit | None,
     check_finite: bool,
     devices: tuple[str, ...],
 ) -> tuple[Flag, Commit | None]:
     """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
-    outer = None if commit is None else commit.of_windows
     accepted: Flag = True
     if outer is not None:
         outer.leave_out()
@@ -480,12 +452,12 @@ def _branches(
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
         # Means of finite gradients are finite, so that a window is committed always.
-        commit = None if outer is None else Commit.always(gradients)
-        with telling(commit=commit):
+        commit = None if outer is None else Commit(gradients, jnp.asarray(True))
+        with telling(commit=commit, windows=commit):
             steps, new = tx.update(gradients, state, params, **extra_args)
         if commit is None or not commit.has_settled(steps):
             steps = inputs.directions(trees.flatten(steps)[0])
-        new = decisions.in_dtypes(new, state)
+        new = decisions.choose(True, new, state)
         settled = None
         if commit is not None:
             states = map(jax.tree.leaves, (new, state))

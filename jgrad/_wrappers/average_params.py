@@ -12,13 +12,10 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -112,12 +109,8 @@ def average_params(
         return EmaState(counter(params), average, tx.init(params))
 
     def update(
-        updates: PyTree,
-        state: EmaState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, EmaState]:
-        inside.check_state(_NAME, state, EmaState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
@@ -135,7 +128,7 @@ def average_params(
         average = inputs.moments([x if a is None else a for a, x in both], old.leaves)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, EmaState)
 
 
 def _at(beta: BetaForms, done: jax.Array, start: Scalar, *, debias: bool) -> BetaForms:

@@ -12,19 +12,16 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import note, told
-from jgrad._trees.trees import PyTree
-from jgrad._wrappers import decisions, inside
+from jgrad._wrappers import decisions
 
 
 @on_leaf(arrays=2)
@@ -129,7 +126,6 @@ def clip_by_global_norm(
         norm = shares.of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
-            inside.check_state(name, state, ClipState)
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
             state = ClipState(_last_finite(norm, state.norm, commit))
         factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
@@ -141,10 +137,11 @@ def clip_by_global_norm(
         if commit is not None:
             # A norm is finite where all is finite: its mantissa does not overflow.
             commit.take_finite(jnp.isfinite(norm.mantissa), updates)
+        for commit in around.commits:
             commit.add_finite(leaves, of=updates)
         return trees.flatten(updates)[1].unflatten(leaves), state
 
-    return pair(init, update, name)
+    return pair(init, update, name, ClipState if of == "previous" else None)
 
 
 def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) -> jax.Array:
@@ -197,14 +194,11 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
     """What is known of the leaves; and those that count, with `None` for the others."""
     tree = checks.values_of(tree)
-    without = trees.map_leaves(lambda x: None if _is_float0(x) else x, tree)
+    float0 = jax.dtypes.float0
+    without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
     checks.arrays_or_numbers(function, name, without)
     inputs = Parameters(function, tree, name)
     return inputs, [x if checks.is_inexact(x) else None for x in inputs.reference.leaves]
-
-
-def _is_float0(x: object) -> bool:
-    return bool(getattr(x, "dtype", None) == jax.dtypes.float0)
 
 
 def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:

@@ -3,7 +3,6 @@
 Inside `shard_map`, all that is chosen varies along the mesh axes along which the decision does.
 """
 
-import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -243,18 +242,14 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     `otherwise` may return what is there already: of donated arrays nothing is copied.
     """
     if isinstance(use, jax.core.Tracer):
-        varying = functools.partial(_varying, shardings.varying_axes(use))
-        branches = functools.partial(varying, otherwise), functools.partial(varying, then)
+        names = shardings.varying_axes(use)
+        branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
         # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
         # the branches of a bool around, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)
         # For a TPU it moves part of what follows into the branches, and writes that, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
-
-
-def _varying(names: tuple[str, ...], f: Callable[[], PyTree]) -> PyTree:
-    return shardings.varying_over(f(), names)
 
 
 def noted_branch(
@@ -281,7 +276,7 @@ def noted_branch(
     def run() -> tuple[T, dict[str, jax.Array] | None]:
         nonlocal static
         new = None if old is None else dict(old)
-        with telling(commit=None, finite=None, notes=new, is_dry=here.is_dry):
+        with telling(commit=None, windows=None, finite=None, notes=new, is_dry=here.is_dry):
             arrays, static = then()
         if old is not None and new is not None and not here.is_dry:
             new = {name: new[name] for name in old}
@@ -302,21 +297,15 @@ def choose(
     old: PyTree,
     is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
 ) -> PyTree:
-    """`new` or `old`, in the dtypes of `old`; `new` where this is settled, as asked of both."""
+    """`new` or `old`; `new` where this is settled, as asked of both.
+
+    In the dtypes of `old`, from which some transformations drift.
+    """
 
     def choice(n: jax.Array, o: jax.Array) -> jax.Array:
-        typed = _in_dtype(n, o)
+        typed = n.astype(o.dtype) if checks.is_numeric(o) else n
         if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
             return typed
         return jnp.where(use_new, typed, o)
 
     return jax.tree.map(choice, new, old)
-
-
-def in_dtypes(new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`, which some transformations let drift."""
-    return jax.tree.map(_in_dtype, new, old)
-
-
-def _in_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new.astype(old.dtype) if checks.is_numeric(old) else new

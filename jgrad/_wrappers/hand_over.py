@@ -42,11 +42,10 @@ class WrapperInputs(Inputs):
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
         around = told()
-        super().__init__(
-            function, updates, params, around._replace(notes=None, undecayed=frozenset())
-        )
+        own = around._replace(notes=None, undecayed=frozenset())  # which are for what is inside
+        super().__init__(function, updates, params, own)
         self.outer: Commit | None = around.commit
-        self.extra_args, self._updates = extra_args, updates
+        self.extra_args, self._updates, self._around = extra_args, updates, around
 
     def hand_over(
         self,
@@ -69,8 +68,8 @@ class WrapperInputs(Inputs):
             these; without it `skip_nonfinite` around both looks at all results.
           said: what it is told, beside what is told to this wrapper.
         """
-        if stay_finite and self.outer is not None:
-            self.outer.add_finite(gradients, of=self._updates)
+        for commit in self._around.commits if stay_finite else ():
+            commit.add_finite(gradients, of=self._updates)
         with telling(**said):
             steps, new = tx.update(gradients, state, params, **self.extra_args)
         self.follow(steps)
@@ -86,8 +85,8 @@ class WrapperInputs(Inputs):
 
     def moved(self, new: PyTree, of: PyTree) -> PyTree:
         """Updates that have the elements of others in other shapes: zero, where these are."""
-        if self.outer is not None:
-            self.outer.settle_moved(new, of)
+        for commit in self._around.commits:
+            commit.settle_moved(new, of)
         return new
 
 
@@ -118,10 +117,10 @@ class RejectingInputs(WrapperInputs):
         self.leaves_out = bool(inside.states_with(state, inside.REJECTED))
         self.finite: Flag | None = None
         if self.leaves_out:
-            self.outer = None if self.outer is None else self.outer.of_windows
+            self.outer = self._around.windows
             given = extra_args.get("finite")
             checks.flag(function, "finite", given)
-            self.finite = told().finite_with(given)
+            self.finite = self._around.finite_with(given)
 
     def try_it(
         self,
@@ -131,8 +130,8 @@ class RejectingInputs(WrapperInputs):
         finite: Flag | None,
     ) -> tuple[PyTree, PyTree]:
         """Updates and the new state from inside, where the decision and `finite` are told."""
-        said = commit.for_windows() if self.leaves_out else commit
-        with telling(commit=said, finite=finite):
+        of_all, windows = (None, commit) if self.leaves_out else (commit, None)
+        with telling(commit=of_all, windows=windows, finite=finite):
             steps, new = tx.update(gradients, self.state, self.params, **self.extra_args)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
@@ -168,12 +167,15 @@ class RejectingInputs(WrapperInputs):
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
 
-    def tell(self, updates: PyTree, new: PyTree, old: PyTree, of: Commit | None = None) -> None:
+    def tell(
+        self, updates: PyTree, new: PyTree, old: PyTree, *, of: Commit | None, are_finite: bool
+    ) -> None:
         """Says to a wrapper around what is right whatever it decides.
 
-        That is all, or what `of` has settled. `old` is the wrapper's state.
+        That is all, or what `of` has settled. `old` is the wrapper's state. Where nobody knows
+        `are_finite` of what comes from finite gradients, one that decides about these looks itself.
         """
-        if self.outer is None:
+        if self.outer is None or (self.outer.clips and not are_finite):
             return
         self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
         old = old._replace(inner=self.state)

@@ -28,19 +28,16 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import LearningRate, Mask
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -440,7 +437,6 @@ def hyperball(
         hyperball_learning_rate: PyTree = None,
         **extra_args: Any,
     ) -> tuple[PyTree, HyperballState]:
-        inside.check_state(_NAME, state, HyperballState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
         chosen = _keeping(inputs, leaves)
@@ -460,7 +456,7 @@ def hyperball(
         done = optax.safe_increment(done)
         return inputs.directions(new), HyperballState(done, state.radius, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, HyperballState)
 
 
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._arithmetic.elementwise import programs
 from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
@@ -69,7 +70,7 @@ def leaf_programs(
     flat = jax.tree.leaves((params, state, params))
     operands = {x: id(leaf) for x, leaf in zip(traced.jaxpr.invars, flat, strict=True)}
     answers = dict(_answers(traced.jaxpr, operands, is_local))
-    programs = {}
+    of_paths = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
         if not _is_blocks(x):
             continue
@@ -81,8 +82,8 @@ def leaf_programs(
             answer = f"XLA: its last axis, {x.shape[-1]}, is not a multiple of {SIZE}"
         else:
             answer = "XLA: it is stored in other blocks than along its last axis"
-        programs[jax.tree_util.keystr(path)] = answer
-    return programs
+        of_paths[jax.tree_util.keystr(path)] = answer
+    return of_paths
 
 
 def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:
@@ -99,18 +100,11 @@ def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tupl
         if equation.primitive.name in _SAME_VALUE:
             values = zip(equation.outvars, operands, strict=True)
             known |= {x: value for x, value in values if value is not None}
-        for inner in _inside(equation.params):
+        for inner in programs(equation):
             behind = operands[len(operands) - len(inner.invars) :]  # behind the index of a branch
             values = zip(inner.invars, behind, strict=True)
             inside = {x: value for x, value in values if value is not None}
             yield from _answers(inner, inside, is_local)
-
-
-def _inside(params: dict[str, Any]) -> list[Any]:
-    """The programs of an operation: those of a call, of a loop, or of branches."""
-    leaves = jax.tree.leaves(list(params.values()))
-    programs = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in leaves]
-    return [x for x in programs if isinstance(x, core.Jaxpr)]
 
 
 def _is_blocks(x: Any) -> bool:

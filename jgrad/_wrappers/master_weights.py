@@ -14,10 +14,8 @@ from jgrad._inputs.transformation import pair
 from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -51,9 +49,7 @@ class MasterState(NamedTuple):
 
 
 @explained
-def master_weights(
-    tx: optax.GradientTransformation,
-) -> Transformation:
+def master_weights(tx: optax.GradientTransformation) -> Transformation:
     """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
 
         master' = master + tx(float32 g, master)
@@ -92,12 +88,8 @@ def master_weights(
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
-        updates: PyTree,
-        state: MasterState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, MasterState]:
-        inside.check_state(_NAME, state, MasterState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
@@ -114,7 +106,7 @@ def master_weights(
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
             own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
-            return own.then(inputs.finishing(i), after)
+            return own.followed_by(inputs.finishing(i), after)
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, inputs.places_of(None), inputs.then)
@@ -136,7 +128,7 @@ def master_weights(
             MasterState(inputs.moments(new, copies.leaves), inner),
         )
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, MasterState)
 
 
 def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:

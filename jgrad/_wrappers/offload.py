@@ -6,8 +6,7 @@ import optax
 
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory, shares
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 

@@ -14,9 +14,8 @@ from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import SMALLEST
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -76,10 +75,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
         return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
 
     def update(
-        updates: PyTree,
-        state: PyTree,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         packing.check_unpacked(_NAME, "updates", updates)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

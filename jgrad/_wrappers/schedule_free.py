@@ -15,13 +15,10 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -132,12 +129,8 @@ def schedule_free(
         return decisions.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
     def update(
-        updates: PyTree,
-        state: ScheduleFreeState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: ScheduleFreeState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, ScheduleFreeState]:
-        inside.check_state(_NAME, state, ScheduleFreeState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         z = _copies(inputs, "state.z", state.z)
@@ -169,7 +162,7 @@ def schedule_free(
         new = ScheduleFreeState(done, total, largest, *kept, inner)
         return inputs.directions(apply(_difference, new_y, w)), new
 
-    return pair(init, update, _NAME, handed_on=("learning_rate",))
+    return pair(init, update, _NAME, ScheduleFreeState, handed_on=("learning_rate",))
 
 
 def _rate(

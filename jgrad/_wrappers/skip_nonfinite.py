@@ -13,17 +13,15 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
-from jgrad._wrappers import clip, decisions, inside, order, parameters
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
+from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
 from jgrad._wrappers.hand_over import RejectingInputs, rejected
+from jgrad._wrappers.inside import LOSS_SCALE
 
 _NAME = "skip_nonfinite"
 _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
@@ -116,7 +114,7 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    name = _NAME if loss_scale is None else order.LOSS_SCALE
+    name = _NAME if loss_scale is None else LOSS_SCALE
     tx = inside.transformation(_NAME, tx, name_in_order=name)
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)
@@ -134,7 +132,6 @@ def skip_nonfinite(
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        inside.check_state(_NAME, state, SkipState)
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled = updates
@@ -154,11 +151,10 @@ def skip_nonfinite(
         old = state.skipped, state.streak, state.loss_scale
         skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
         new = SkipState(skipped, inner, streak, scale)
-        if not (branch and inputs.outer is not None and inputs.outer.clips):
-            inputs.tell(steps, new, state)
+        inputs.tell(steps, new, state, of=None, are_finite=not branch)
         return steps, new
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, SkipState)
 
 
 def _check_scale(loss_scale: Scalar) -> None:
@@ -194,7 +190,7 @@ def _in_branch(
     def take() -> tuple[tuple[PyTree, PyTree], None]:
         steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args)
         steps = inputs.directions(trees.flatten(steps)[0])
-        return (steps, decisions.in_dtypes(new, old)), None
+        return (steps, decisions.choose(True, new, old)), None
 
     results, _ = decisions.noted_branch(finite, take, lambda: (inputs.zeros(), old))
     return finite, *results

@@ -10,15 +10,12 @@ import optax
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
 from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
 from jgrad._wrappers.hand_over import RejectingInputs
@@ -143,7 +140,6 @@ def skip_spikes(
         loss: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, SpikeState]:
-        inside.check_state(_NAME, state, SpikeState)
         if state.losses.shape != (window,):
             problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
             raise ValueError(f"{_NAME}: `state.losses`: {problem}.")
@@ -173,12 +169,12 @@ def skip_spikes(
             counts = decisions.choose(inputs.finite, counts, old)
         counts = inputs.counted(counts, old)
         new_state = SpikeState(counts[0], inner, *counts[1:])
-        if commit.clips or inputs.outer is None or not inputs.outer.clips:
-            commit.keep(counts, old)
-            inputs.tell(steps, new_state, state, None if settles else commit)
+        commit.keep(counts, old)
+        of = None if settles else commit
+        inputs.tell(steps, new_state, state, of=of, are_finite=commit.clips)
         return steps, new_state
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, SpikeState)
 
 
 def _read(loss: Any) -> jax.Array:

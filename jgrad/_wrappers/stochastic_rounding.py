@@ -12,18 +12,15 @@ from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call
 from jgrad._inputs.around import Rest, Then, in_float32, made_of
 from jgrad._inputs.inputs import Finished
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
-from jgrad._trees.trees import PyTree
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -128,12 +125,8 @@ def stochastic_rounding(
         return StochasticState(counter(params), tx.init(_wide(params)))
 
     def update(
-        updates: PyTree,
-        state: StochasticState,
-        params: PyTree = None,
-        **extra_args: Any,
+        updates: PyTree, state: StochasticState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, StochasticState]:
-        inside.check_state(_NAME, state, StochasticState)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
@@ -150,7 +143,7 @@ def stochastic_rounding(
             after = inputs.rest(i)
             if not _is_rounded(inputs.reference.leaves[i]):
                 return after
-            return Rest(_rounded_alone, arrays(i), (None,)).then(inputs.finishing(i), after)
+            return Rest(_rounded_alone, arrays(i), (None,)).followed_by(inputs.finishing(i), after)
 
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)
@@ -171,7 +164,7 @@ def stochastic_rounding(
         new = [u if r is None else r for u, r in zip(new, rounded, strict=True)]
         return inputs.directions(new), StochasticState(step, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, StochasticState)
 
 
 @leafwise.jit_static_kwargs

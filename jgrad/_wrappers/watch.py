@@ -14,23 +14,20 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.state import counter
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.other_names import explained
-from jgrad._trees.protocols import state_of
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shares import SUM
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import WrapperInputs
 
 # What is measured of one call, by name.
-Numbers = dict[str, jax.Array]
+Measured = dict[str, jax.Array]
 
 _GRADIENTS, _UPDATES, _PARAMS, _RATIO = "grad_norm", "update_norm", "param_norm", "update_ratio"
 _NONFINITE = "nonfinite"
@@ -47,7 +44,7 @@ def norms_of_update(
     layers: Sequence[LayerAxes],
     w: Sequence[jax.Array | None],
     u: Sequence[jax.Array | None],
-) -> Numbers:
+) -> Measured:
     """What is measured of gradients, parameters and updates."""
     numbers = _norms_of(_GRADIENTS, inputs, inputs.g, layers)
     numbers |= _norms_of(_PARAMS, inputs, w, layers)
@@ -57,7 +54,7 @@ def norms_of_update(
 
 def _norms_of(
     kind: str, inputs: Inputs, arrays: Sequence[jax.Array | None], layers: Sequence[LayerAxes]
-) -> Numbers:
+) -> Measured:
     """`kind`, the norm of all arrays, and `kind/<path>` of each leaf; 0 of an array that is None.
 
     Of gradients also the number of layers with one that is not finite, as their norms are then.
@@ -97,7 +94,7 @@ def norms_per_array(
     return batches, dict(zip(measured, vectors, strict=True))
 
 
-def _ratios(numbers: Numbers) -> Numbers:
+def _ratios(numbers: Measured) -> Measured:
     """|u| / |w| of each norm of updates and its parameters; 0 where the parameters are."""
     ends = [key.removeprefix(_UPDATES) for key in numbers if key.partition("/")[0] == _UPDATES]
     quotients = {
@@ -183,7 +180,7 @@ def watch(
       layer_axes: axes of a leaf over which layers are stacked, as for `lamb`. Packed trees have
         those with which they were packed.
       mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lamb`. Numbers from inside are found if these are all the axes that `tx` needs, or
+        as for `lamb`. Measured from inside are found if these are all the axes that `tx` needs, or
         if `init` runs inside, too.
 
     Returns:
@@ -218,10 +215,10 @@ def watch(
             stands_for_any: Any = counter(params)  # for `optax.tree.map_params`, a leaf does
             return WatchState(stands_for_any, inner)
 
-        def dry(params: PyTree, inner: PyTree) -> Numbers:
+        def dry(params: PyTree, inner: PyTree) -> Measured:
             return update_of(params, params, inner, {}, notes={}, is_dry=True)[1]
 
-        def without_notes(params: PyTree, inner: PyTree) -> Numbers:
+        def without_notes(params: PyTree, inner: PyTree) -> Measured:
             inputs = WrapperInputs(_NAME, params, params, {})
             layers = options.layers(inputs, mesh_axes, layer_axes)
             return norms_of_update(inputs, layers, inputs.g, inputs.g)
@@ -233,7 +230,7 @@ def watch(
 
     def update_of(
         updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **said: Any
-    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Numbers]:
+    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
         """The update of what is inside, and what is measured of it."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
@@ -245,12 +242,11 @@ def watch(
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, WatchState]:
-        inside.check_state(_NAME, state, WatchState)
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
         calls, finite = optax.safe_increment(old[_CALLS]), told().finite
 
-        def measured() -> tuple[PyTree, Numbers]:
+        def measured() -> tuple[PyTree, Measured]:
             notes = {key: x for key, x in old.items() if not _is_own(key)}
             said = updates, params, state.inner, extra_args
             results, new = update_of(*said, notes=notes, finite=finite)  # also in a branch
@@ -269,7 +265,7 @@ def watch(
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
-    return pair(init, update, _NAME)
+    return pair(init, update, _NAME, WatchState)
 
 
 def report(state: PyTree) -> dict[str, jax.Array]:
@@ -344,7 +340,7 @@ def _is_own(key: str) -> bool:
     return key in (_CALLS, _MEASURED) or is_measure(key)
 
 
-def _in_form(old: dict[str, jax.Array], new: Numbers) -> Numbers:
+def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
     """The new numbers in the form of the old ones, which stay where there is no new one.
 
     That is also: varying over devices where these do.
@@ -399,7 +395,7 @@ def _report(
 
 
 def _form(
-    f: Callable[..., Numbers], mesh_axes: PyTree, *args: PyTree
+    f: Callable[..., Measured], mesh_axes: PyTree, *args: PyTree
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of `f(*args)`; on one device along the mesh axes that do not exist here."""
     names = [x for x in sorted(decisions.named_axes(_NAME, mesh_axes)) if not axis_exists(x)]

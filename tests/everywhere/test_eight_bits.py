@@ -15,7 +15,7 @@ import pytest
 
 import jgrad
 from jgrad._backward.step_in_backward import forced
-from jgrad._inputs import state as forms
+from jgrad._inputs import transformation as forms
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.geometry import Geometry
 from jgrad._quantized.random_bits import ElementKeys, step_keys

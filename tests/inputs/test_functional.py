@@ -228,6 +228,8 @@ def test_stop_gradients(name):
     loss = lambda w, stop: jnp.sum(weights(UPDATES[name](w, G["a"], stop_gradients=stop)))
     chex.assert_trees_all_equal(jax.grad(loss)(X, True), jnp.zeros(3))
     assert jnp.all(jax.grad(loss)(X, False) != 0)
+    with pytest.raises(TypeError, match="expected True or False"):
+        loss(X, 1)  # which is equal to True, of which there is a program
 
 
 @pytest.mark.parametrize("update", [jgrad.adam_update, jgrad.lamb_update])

@@ -15,8 +15,7 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs.factory import Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.state import MomentOptions
-from jgrad._inputs.transformation import transformation
+from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
 from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error

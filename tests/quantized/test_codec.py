@@ -1,7 +1,7 @@
 """Another codec, of 4 bits, and blocks along another axis, by the same functions as those of 8 bits.
 
 Neither is public. What they take is a `Codec` and a `Form`, as here, and a word for users in
-`_inputs/state.py`.
+`_inputs/transformation.py`.
 """
 
 import functools

@@ -46,7 +46,6 @@ def slowly(tx, beta):
         return SlowState(trees.map_leaves(parameters.wide, params), tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
-        inside.check_state("slowly", state, SlowState)
         inputs = WrapperInputs("slowly", updates, params, extra_args)
         w = inputs.require_params("the slow weights")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
@@ -58,7 +57,7 @@ def slowly(tx, beta):
         moved = apply(lambda s, p: s - parameters.wide(p), slow, w)
         return inputs.directions(moved), SlowState(inputs.moments(slow, old), inner)
 
-    return pair(init, update, "slowly")
+    return pair(init, update, "slowly", SlowState)
 
 
 def test_contributing_has_this_wrapper():
@@ -99,7 +98,7 @@ def test_what_it_makes_needs_no_look(weighted):
     commit = Commit(g, jnp.asarray(True))
     said = {"commit": commit}
     if weighted:
-        said = {"commit": commit.for_windows(), "finite": commit.flag}
+        said = {"windows": commit, "finite": commit.flag}
     with telling(**said):
         steps, new = tx.update(g, state, w, **options)
     assert commit.has_settled(steps)

@@ -1,18 +1,161 @@
-"""Names that are not ours: what other libraries call things, and what jgrad itself did.
+"""What a user's call should have been, and the transformation that it made.
 
-One table of options serves the factories and the keywords of `update`, two others functions.
+Names that are not ours, as other libraries have them and as jgrad itself had them: one table of
+options serves the factories and the keywords of `update`, two others functions. An option that has
+no effect without another one is an error that names both. An array passes, since it may be traced,
+or be the default of a number, of which `optax.inject_hyperparams` makes one. What only describes
+the parameters, as `layer_axes` and `mesh_axes` do, needs nothing.
 """
 
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import jax
+import numpy as np
 import optax
 
-from jgrad._trees.made_by import Transformation
-from jgrad._trees.needs import check_needs
+from jgrad._trees import checks
+from jgrad._trees.forms import SMALLEST, in_short
+
+_LONGEST = 80  # characters of one argument
+
+
+class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax: no types
+    """What a factory of this library returns: `init` and `update`, and how it was called."""
+
+    # optax's types say that a state is an array or a tree of arrays, which no NamedTuple is.
+    init: Callable[[Any], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Callable[..., tuple[Any, Any]]
+    call: tuple[str, tuple[Any, ...], Mapping[str, Any]] | None = None
+
+    def __repr__(self) -> str:
+        if self.call is None:
+            return super().__repr__()
+        name, args, kwargs = self.call
+        given = [_short(x) for x in args] + [f"{key}={_short(x)}" for key, x in kwargs.items()]
+        return f"{name}({', '.join(given)})"
+
+
+def _short(x: Any) -> str:
+    if _is_transformation(x):
+        return repr(_Leaf(x))  # as long as it is: what stands inside is what one looks for
+    text = repr(jax.tree.map(_Leaf, x, is_leaf=_is_transformation))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _is_transformation(x: Any) -> bool:
+    return isinstance(x, optax.GradientTransformation)
+
+
+class _Leaf:
+    """An argument, or a leaf of one: arrays by dtype and shape, functions by name."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def __repr__(self) -> str:
+        x = self._x
+        if isinstance(x, Transformation):
+            return repr(x)
+        if _is_transformation(x):
+            return f"{x.update.__qualname__.partition('.')[0]}(...)"
+        is_function = callable(x) and hasattr(x, "__name__")
+        return x.__name__ if is_function else in_short(x)
+
+
+# ---- options without effect --------------------------------------------------------------------
+
+_SCALARS = (bool, int, float, str, np.generic)
+
+
+class Need(NamedTuple):
+    """What an option needs of others, of those that its function has.
+
+    Attributes:
+      options: one of them has to be as it should.
+      words: what is wrong where none is.
+      is_met: by the value of one; None asks whether it is there: given, be it as 0, but not None.
+    """
+
+    options: tuple[str, ...]
+    words: str
+    is_met: Callable[[Any], bool] | None = None
+
+
+def _is_part(fraction: Any) -> bool:
+    return not (fraction is None or (checks.is_number(fraction) and fraction == 1))
+
+
+_DECAY = Need(
+    ("weight_decay", "adam_weight_decay"),
+    "without `weight_decay`: pass both, even if the decay is 0",
+)
+_MOMENTUM = Need(("momentum",), "without `momentum`")
+
+NEEDS: dict[str, tuple[Need, ...]] = {
+    "weight_decay_mask": (_DECAY,),
+    "weight_decay_rule": (_DECAY,),
+    "nesterov": (
+        _MOMENTUM,
+        Need(("fraction",), "with `fraction`", lambda x: not _is_part(x)),
+    ),
+    "rate_in_momentum": (_MOMENTUM,),
+    "moment_dtype": (_MOMENTUM,),
+    "full_precision": (
+        Need(("moment_dtype",), "without `moment_dtype='8bit'`", lambda x: str(x) == "8bit"),
+    ),
+    "normuon_beta": (Need(("rule",), "without `rule='normuon'`", lambda x: x == "normuon"),),
+    "error_decay": (Need(("fraction",), "without `fraction`", _is_part),),
+    "growth_interval": (Need(("loss_scale",), "without `loss_scale`"),),
+    "small_apart": (
+        Need(
+            ("max_size",),
+            f"with a `max_size` below {SMALLEST}",
+            lambda x: not checks.is_number(x) or x >= SMALLEST,
+        ),
+    ),
+}
+
+
+def check_needs(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """An error for the first option that a call gives, and that has no effect.
+
+    Args:
+      function: what users call.
+      given: the options of the call.
+      defaults: of all options.
+    """
+
+    def is_met(need: Need, option: str) -> bool:
+        if need.is_met is not None:
+            return need.is_met(given.get(option, defaults[option]))
+        if option in given:
+            return given[option] is not None
+        return bool(defaults[option])  # what a call leaves at 0 was forgotten
+
+    for name, x in given.items():
+        for need in NEEDS.get(name, ()):
+            met = [is_met(need, option) for option in need.options if option in defaults]
+            if met and not any(met) and _differs(x, defaults[name]):
+                refuse_without_effect(function, name, x, defaults[name], need.words)
+
+
+def refuse_without_effect(function: str, name: str, x: Any, default: Any, words: str) -> None:
+    """An error for an option that has none."""
+    came = repr(x) if isinstance(x, _SCALARS) else checks.describe(x)
+    raise ValueError(f"{function}: `{name}`: {came}, expected {default!r} {words}.")
+
+
+def _differs(x: Any, default: Any) -> bool:
+    if isinstance(x, _SCALARS):
+        return bool(x != default)
+    return not (x is default or checks.is_array(x))
+
+
+# ---- names that are not ours -------------------------------------------------------------------
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
