@@ -167,10 +167,9 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     """A copy of each half-precision parameter that is updated, and of no float32 one."""
     half = [p if _is_half(p) else None for p in inputs.reference.leaves]
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
-        is_there = not checks.is_nothing(copy, getattr(p, "shape", None))
-        if p is None and is_there:
+        if p is None and copy is not None:
             expected = "None for a parameter that needs no copy"
-        elif not (p is None or is_there or inputs.g[i] is None):
+        elif p is not None and copy is None and inputs.g[i] is not None:
             expected = f"a float32 copy of a parameter of {p.dtype}"
         else:
             continue
