@@ -121,33 +121,22 @@ def carry_over(
     sources, account = matcher.match()
     if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
-    if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
+    expected, structure = trees.flatten(like)
+    is_in_place = all(x is None or x.old == (i,) for i, x in enumerate(sources))
+    if is_in_place and trees.flatten(old)[1] == structure:  # packed buffers stay as they are
         arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
-        expected, structure = trees.flatten(like)
-        new = [_in_form(arg, i, x, arg.leaves[i]) for i, x in enumerate(expected)]
+        leaves = zip(expected, arg.leaves, strict=True)
+        new = [x if x is None else _in_form(arg, i, x, y) for i, (x, y) in enumerate(leaves)]
         state = structure.unflatten(new)
     else:
-        leaves = _Leaves(old, before, params)
-        both = zip(after, sources, strict=True)
-        new = [None if source is None else leaves.of(leaf, source) for leaf, source in both]
+        made = _Leaves(old, before, params)
+        new = [source and made.of(x, source) for x, source in zip(after, sources, strict=True)]
         state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
-def _is_change_of_forms(old: PyTree, like: PyTree, sources: Sequence[Source | None]) -> bool:
-    """Whether each leaf, or each buffer of a packed tree, is made of that in the same place."""
-    (olds, old_structure), (likes, structure) = map(trees.flatten, (old, like))
-    if old_structure != structure or any(
-        source is not None and source[1:] != ((i,), "") for i, source in enumerate(sources)
-    ):
-        return False
-    return all((a is None) == (b is None) for a, b in zip(olds, likes, strict=True))
-
-
 def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """What leaf `i` of the argument became, in the form and the memory of another."""
-    if like is None:
-        return None
     new = where_it_lies(functools.partial(forms.converted, arg, i, like), x)
     return forms.in_memory_of(like, new)
 
@@ -164,10 +153,8 @@ class _Leaves:
     def __init__(self, old: PyTree, before: Sequence[StateLeaf], params: PyTree) -> None:
         self._arg = ArgLeaves.from_tree(_NAME, "old", packing.unpack(old)).with_arrays()
         self._params = params
-        self._beside: dict[Keys, Leaf] = {}
-        for leaf, x in zip(before, self._arg.leaves, strict=True):
-            if x is not None and leaf.keys:
-                self._beside.setdefault(leaf.keys, x)
+        pairs = zip(before, self._arg.leaves, strict=True)
+        self._beside = {(x.keys, y.shape): y for x, y in pairs if x.keys and y is not None}
 
     @functools.cached_property
     def _weights(self) -> dict[Keys, Leaf]:
@@ -176,29 +163,28 @@ class _Leaves:
 
     def of(self, leaf: StateLeaf, source: Source) -> Leaf:
         """A leaf of the new state."""
-        like = leaf.array
-        if source.how == matching.IDENTITY:
+        like, arg = leaf.array, self._arg._replace(paths=lambda: [leaf.at])
+        if source.detail == matching.IDENTITY:
             one = jnp.eye(like.shape[-1], dtype=like.dtype)
-            return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
+            return forms.in_memory_of(like, jnp.broadcast_to(one, like.shape))
         if source.what in (matching.ZERO, matching.RESET):
-            beside = self._beside.get(leaf.keys, self._weights.get(leaf.keys))
+            beside = self._beside.get((leaf.keys, like.shape), self._weights.get(leaf.keys))
             is_array = all(map(checks.is_array, jax.tree.leaves(beside)))
-            zeros = functools.partial(forms.zeros, like)
-            return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
+            fits = is_array and getattr(beside, "shape", None) == like.shape
+            zeros = functools.partial(forms.zeros, arg, 0, like)
+            return forms.in_memory_of(like, where_it_lies(zeros, beside if fits else None))
+        if source.detail == matching.ONE:
+            return jnp.ones(like.shape, like.dtype)
         if source.what == matching.FROM_LIKE:
-            if source.how:
-                return jnp.ones(like.shape, like.dtype)
             return jax.tree.map(lambda x: jnp.array(x, copy=True), like)
         leaves = [self._arg.leaves[i] for i in source.old]
         if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
-            return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [leaf.at]), 0, like, x)
-        x = leaves[0]
-        if source.how:
-            made = _sum_of_mean if source.how == matching.SUM else _mean_of_sum
-            x = where_it_lies(lambda leaves: made(*map(parameters.wide, leaves)), leaves)
-        return _in_form(self._arg, source.old[0], like, x)
+            return _in_form(arg._replace(name="params"), 0, like, x)
+        if made := _OF_WINDOWS.get(source.detail):
+            leaves = [where_it_lies(lambda both: made(*map(parameters.wide, both)), leaves)]
+        return _in_form(self._arg, source.old[0], like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:
         if self._params is None:
@@ -212,12 +198,10 @@ class _Leaves:
         return x
 
 
-def _sum_of_mean(mean: jax.Array, count: jax.Array) -> jax.Array:
-    return mean * count.astype(mean.dtype)
-
-
-def _mean_of_sum(total: jax.Array, count: jax.Array) -> jax.Array:
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+_OF_WINDOWS = {
+    matching.SUM: lambda mean, count: mean * count.astype(mean.dtype),
+    matching.MEAN: lambda total, count: total / jnp.maximum(count, 1).astype(total.dtype),
+}
 
 
 def _without_shared_arrays(state: PyTree) -> PyTree:

@@ -41,19 +41,14 @@ class Entry(NamedTuple):
     Attributes:
       what: happened to it.
       part: of the state that it belongs to.
-      keys: of its parameter.
+      name: as accounts call it, `mw/embed/table`.
       detail: more of it, or "".
     """
 
     what: str
     part: str
-    keys: tuple[str, ...]
+    name: str
     detail: str = ""
-
-    @property
-    def name(self) -> str:
-        """As accounts call it: `mw/embed/table`."""
-        return "/".join(filter(None, (self.part, *self.keys)))
 
 
 @jax.tree_util.register_static
@@ -161,12 +156,12 @@ class Source(NamedTuple):
     Attributes:
       what: happens to it, as the account says it.
       old: the positions of leaves in the old state.
-      how: it is made of them; "" for a change of form, if any.
+      detail: how it is made, or "".
     """
 
     what: str
     old: tuple[int, ...] = ()
-    how: str = ""
+    detail: str = ""
 
 
 class Matcher:
@@ -213,24 +208,27 @@ class Matcher:
         made = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
         self._check_something_fits(made)
         entries = [
-            Entry(source.what, leaf.shown, leaf.keys, self._detail(leaf, source))
+            Entry(source.what, leaf.shown, leaf.called, source.detail)
             for leaf, source in made
             if leaf.role != "measured"
         ]
-        entries += [Entry(DROPPED, x.shown, x.keys) for x in self._unused(made)]
+        entries += [Entry(DROPPED, x.shown, x.called) for x in self._unused(made)]
         return sources, Account.of_entries(entries, list(self._notes(made)))
 
     # ---- what goes to what ---------------------------------------------------------------------
 
     def _pair(self, by: _Meaning, *, as_many: bool = False) -> list[tuple[int, int]]:
         """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
-        news = _grouped(self._like, by, self._assigned.keys())
-        olds = _grouped(self._old, by, {*self._assigned.values()})
+        groups: dict[Any, tuple[list[int], list[int]]] = {}
+        taken = self._assigned.keys(), {*self._assigned.values()}
+        for k, state in enumerate((self._like, self._old)):
+            for i in _from_outside(state):
+                if i not in taken[k] and (key := by(state[i])) is not None:
+                    groups.setdefault(key, ([], []))[k].append(i)
         pairs: list[tuple[int, int]] = []
-        for key, positions in news.items():
-            there = olds.get(key, [])
-            if not as_many or len(positions) == len(there):
-                pairs += zip(positions, there, strict=False)
+        for news, olds in groups.values():
+            if not as_many or len(news) == len(olds):
+                pairs += zip(news, olds, strict=False)
         self._assigned.update(pairs)
         return pairs
 
@@ -279,22 +277,19 @@ class Matcher:
             if self._like[i].role == "moment":
                 brought.setdefault(self._like[i].owner, self._old[j].owner)
         clocks = {x.owner: x.clock for x in self._old}
-        news, olds = (
-            _grouped(x, lambda x: x.kind if x.role == "step" else None, ())
-            for x in (self._like, self._old)
+        steps, news = (
+            [i for i in _from_outside(x) if x[i].role == "step"] for x in (self._old, self._like)
         )
-        ranks = {j: (kind, k) for kind, steps in olds.items() for k, j in enumerate(steps)}
-
-        def likeness(i: int, kind: str, k: int, j: int) -> tuple[float, ...]:
-            new, old = self._like[i], self._old[j]
+        for i in news if steps else ():
+            new = self._like[i]
             owner = brought.get(new.owner)
             clock = new.clock if owner is None else clocks[owner]
-            same = (old.clock == clock, old.seen == new.seen, ranks[j][0] == kind)
-            return (old.owner == owner, *same, -abs(ranks[j][1] - k))
+            self._assigned[i] = max(steps, key=functools.partial(self._likeness, new, owner, clock))
 
-        for kind, steps in news.items() if ranks else ():
-            for k, i in enumerate(steps):
-                self._assigned[i] = max(ranks, key=functools.partial(likeness, i, kind, k))
+    def _likeness(self, new: StateLeaf, owner: Keys | None, clock: int, j: int) -> tuple[bool, ...]:
+        old, is_free = self._old[j], j not in self._assigned.values()
+        alike = old.clock == clock, old.seen == new.seen, old.kind == new.kind
+        return (old.owner == owner, *alike, is_free)
 
     # ---- what a leaf is made of ----------------------------------------------------------------
 
@@ -318,8 +313,11 @@ class Matcher:
         if leaf.role == "sum" and leaf.name != old.name:  # optax has the mean of a window
             how, field = (MEAN, "count") if leaf.name == "acc_grads" else (SUM, "mini_step")
             return Source(CONVERTED, (j, self._numbers[old.owner, field]), how)
-        is_kept = forms.is_form_of(old.array, leaf.array)
-        return Source(KEPT if is_kept else CONVERTED, (j,))
+        was, now = (forms.form_of(x.array) for x in (old, leaf))
+        if was == now:
+            return Source(KEPT, (j,))
+        said = f"{was[0]} to {now[0]}" if was[0] != now[0] else f"{now[0]} in other blocks"
+        return Source(CONVERTED, (j,), said)
 
     def _new(self, leaf: StateLeaf) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
@@ -327,7 +325,8 @@ class Matcher:
         if leaf.role == "weights":
             j = self._masters.get(leaf.keys)
             if j is not None or self._has_params or not is_array:
-                return Source(OF_WEIGHTS, () if j is None else (j,))
+                of_params = Source(OF_WEIGHTS, (), "the parameters")
+                return of_params if j is None else Source(OF_WEIGHTS, (j,), "the float32 copies")
         if is_array:
             return Source(FROM_LIKE)
         if leaf.is_basis:
@@ -342,16 +341,6 @@ class Matcher:
         raise ValueError(f"{self._function}: `like`{checks.at(leaf.at)}: {problem}, {remedy}.")
 
     # ---- what is said of it --------------------------------------------------------------------
-
-    def _detail(self, leaf: StateLeaf, source: Source) -> str:
-        if source.how:
-            return source.how
-        if source.what == OF_WEIGHTS:
-            return "the float32 copies" if source.old else "the parameters"
-        if source.what != CONVERTED:
-            return ""
-        was, now = map(forms.description, (self._old[source.old[0]].array, leaf.array))
-        return f"{was} to {now}" if was != now else f"{now} in other blocks"
 
     def _unused(self, made: Sequence[tuple[StateLeaf, Source]]) -> Iterator[StateLeaf]:
         """What the new state has no place for. Of counters of one thing one is enough."""
@@ -410,16 +399,10 @@ def _without_owner(leaf: StateLeaf) -> Any:
     return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)
 
 
-def _grouped(
-    state: Sequence[StateLeaf], by: _Meaning, without: Collection[int]
-) -> dict[Any, list[int]]:
-    """Positions by a meaning, from the outside in: files sort the fields of a state."""
-    groups: dict[Any, list[int]] = {}
-    for i, x in sorted(enumerate(state), key=lambda both: len(both[1].owner)):
-        key = None if x.array is None or i in without else by(x)
-        if key is not None:
-            groups.setdefault(key, []).append(i)
-    return groups
+def _from_outside(state: Sequence[StateLeaf]) -> list[int]:
+    """Positions of what is not None, from the outside in: files sort the fields of a state."""
+    there = (i for i, x in enumerate(state) if x.array is not None)
+    return sorted(there, key=lambda i: len(state[i].owner))
 
 
 def _names(leaves: Sequence[StateLeaf]) -> str:
