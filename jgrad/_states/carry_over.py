@@ -11,7 +11,7 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._states import forms, matching, state_leaves
 from jgrad._states.matching import Account, Matcher, Momentum, Source
-from jgrad._states.state_leaves import Keys, StateLeaf, read
+from jgrad._states.state_leaves import NAME, Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.host_memory import where_it_lies
@@ -19,8 +19,6 @@ from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import parameters
-
-_NAME = "carry_over"
 
 
 @explained
@@ -97,41 +95,41 @@ def carry_over(
     """
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
-        raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
-    checks.boolean(_NAME, "strict", strict)
+        raise TypeError(f"{NAME}: `like`: a transformation, {remedy}.")
+    checks.boolean(NAME, "strict", strict)
     if momentum is not None:
-        checks.one_of(_NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
+        checks.one_of(NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
-    old = restored.with_nodes(_NAME, old, like, params)
+    old = restored.with_nodes(NAME, old, like, params)
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like, as_stored=True)
     before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
     for name, state in ("old", before), ("like", after):
         for x in state:
-            if not (x.array is None or hasattr(x.array, "shape")):
+            if not hasattr(x.array, "shape"):
                 came = f"{checks.describe(x.array)}, expected an array"
-                raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
-    before = state_leaves.renamed(_NAME, before, after, rename or {})
-    chosen = () if reset is None else state_leaves.chosen(_NAME, reset, params, shapes)
+                raise TypeError(f"{NAME}: `{name}`{checks.at(x.at)}: {came}.")
+    before = state_leaves.renamed(before, after, rename or {})
+    chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
-    matcher = Matcher(_NAME, before, after, chosen, momentum, has_params=has_params)
-    sources, account = matcher.match()
+    made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
     if strict and (lines := matching.lost_or_new(account)):
-        raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
+        raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     expected, structure = trees.flatten(like)
-    is_in_place = all(x is None or x.old == (i,) for i, x in enumerate(sources))
+    is_in_place = all([y.position for y in source.old] == [x.position] for x, source in made)
     if is_in_place and trees.flatten(old)[1] == structure:  # packed buffers stay as they are
-        arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
+        arg = ArgLeaves.from_tree(NAME, "old", old).with_arrays()
         leaves = zip(expected, arg.leaves, strict=True)
         new = [x if x is None else _in_form(arg, i, x, y) for i, (x, y) in enumerate(leaves)]
         state = structure.unflatten(new)
     else:
-        made = _Leaves(old, before, params)
-        new = [source and made.of(x, source) for x, source in zip(after, sources, strict=True)]
-        state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
+        structure, maker = trees.flatten(shapes)[1], _Leaves(old, before, params)
+        arrays = {leaf.position: maker.of(leaf, source) for leaf, source in made}
+        state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
+        state = packing.pack(state, like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
@@ -151,10 +149,10 @@ class _Leaves:
     """
 
     def __init__(self, old: PyTree, before: Sequence[StateLeaf], params: PyTree) -> None:
-        self._arg = ArgLeaves.from_tree(_NAME, "old", packing.unpack(old)).with_arrays()
+        self._arg = ArgLeaves.from_tree(NAME, "old", packing.unpack(old)).with_arrays()
         self._params = params
-        pairs = zip(before, self._arg.leaves, strict=True)
-        self._beside = {(x.keys, y.shape): y for x, y in pairs if x.keys and y is not None}
+        arrays = ((x.keys, self._arg.leaves[x.position]) for x in before if x.keys)
+        self._beside = {(keys, x.shape): x for keys, x in arrays}
 
     @functools.cached_property
     def _weights(self) -> dict[Keys, Leaf]:
@@ -177,24 +175,24 @@ class _Leaves:
             return jnp.ones(like.shape, like.dtype)
         if source.what == matching.FROM_LIKE:
             return jax.tree.map(lambda x: jnp.array(x, copy=True), like)
-        leaves = [self._arg.leaves[i] for i in source.old]
+        leaves = [self._arg.leaves[x.position] for x in source.old]
         if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
             return _in_form(arg._replace(name="params"), 0, like, x)
         if made := _OF_WINDOWS.get(source.detail):
             leaves = [where_it_lies(lambda both: made(*map(parameters.wide, both)), leaves)]
-        return _in_form(self._arg, source.old[0], like, leaves[0])
+        return _in_form(self._arg, source.old[0].position, like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:
         if self._params is None:
             came = f"None, expected the parameters: `old` has nothing for {leaf.at} of `like`"
-            raise ValueError(f"{_NAME}: `params`: {came}.")
+            raise ValueError(f"{NAME}: `params`: {came}.")
         x: Leaf = self._weights.get(leaf.keys)
         if not checks.is_array(x) or x.shape != leaf.array.shape:
             came = f"{checks.describe(x)} at {'/'.join(leaf.keys)}"
             expected = f"an array of shape {tuple(leaf.array.shape)}, as `like` has at {leaf.at}"
-            raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
+            raise ValueError(f"{NAME}: `params`: {came}, expected {expected}.")
         return x
 
 
