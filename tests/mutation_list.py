@@ -441,7 +441,7 @@ MUTATIONS = [
     Mutation("decisions.branch", "a branch hides that devices choose", "shardings.varying_axes(use)", "()", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("watch._in_form", "numbers of a report vary as they come", "shardings.varying_over(X, _)", "X", DEVICES + "/test_in_shard_map.py -k carry"),
     Mutation("agreed", "devices do not agree", "jax.lax.pmin(X.astype(jnp.int32), _) == 1", "X", DEVICES),
-    Mutation("master_weights", "updates from the rounded weights", "parameters.applied(_, X)", "parameters.applied(jax.tree.map(parameters.wide, params), X)", "tests/wrappers/test_master_weights.py"),
+    Mutation("master_weights", "updates from the rounded weights", "parameters.applied(_, X)", "parameters.applied(jax.tree.map(numerics.wide, params), X)", "tests/wrappers/test_master_weights.py"),
     Mutation("_to_follow", "an update beyond float16 is clipped", "jnp.where(jnp.isinf(_), _, X)", "X", "tests/wrappers/test_master_weights.py"),
     Mutation("hyperball._factors", "hyperball: the norm of the current step", "excess + moved", "moved", HYPERBALL + " -k first_step"),
     Mutation("hyperball._factors", "hyperball: weights far above the radius overflow", "jnp.minimum(X / Y, far)", "X / Y", HYPERBALL + " -k far_above"),

@@ -17,7 +17,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
-from jgrad._inputs.moment import Moment, Step, in_full_precision
+from jgrad._inputs.moment import Moment, Step
 from jgrad._kernels.moment import Moments
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
@@ -74,7 +74,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     else:
         check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
         old = [None if x is None else y for x, y in zip(g, step.mw.old, strict=True)]
-        sums = leafwise.apply(rules.add_scaled, g, in_full_precision(old))
+        sums = leafwise.apply(rules.add_scaled, g, old)
         x, is_taken = orthogonalize.orthogonalized_rows(
             inputs.function,
             matrix_axes.each(MatrixAxes.gathered, matrices, sums),

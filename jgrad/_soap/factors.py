@@ -350,7 +350,7 @@ def _averages(
 def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
     """The matrices of each run of blocks, in float32 or wider, and where they are in it."""
     pieces = matrix_axes.pieces(axes)
-    wide = numerics.widen(x, numerics.real_dtype(x))
+    wide = numerics.wide(x)
     pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)
     return [run.as_matrices.of(y) for y, run in pairs], pieces
 

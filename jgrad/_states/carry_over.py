@@ -18,7 +18,6 @@ from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.other_names import explained
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import parameters
 
 
 @explained
@@ -178,10 +177,10 @@ class _Leaves:
         leaves = [self._arg.leaves[x.position] for x in source.old]
         if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
-            x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
+            x = numerics.strong(jnp.array(numerics.wide(x), copy=True))
             return _in_form(arg._replace(name="params"), 0, like, x)
         if made := _OF_WINDOWS.get(source.detail):
-            leaves = [where_it_lies(lambda both: made(*map(parameters.wide, both)), leaves)]
+            leaves = [where_it_lies(lambda both: made(*map(numerics.wide, both)), leaves)]
         return _in_form(self._arg, source.old[0].position, like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:

@@ -47,7 +47,7 @@ def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
     if not isinstance(x, Factors):
         if not _is_alike(x, like):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected real floating numbers")
-        wide = numerics.widen(x, numerics.real_dtype(x))
+        wide = numerics.wide(x)
         over = [np.flatnonzero(np.not_equal(x.shape, of.shape)).tolist() for of in like]
         x = Factors(*(jnp.mean(wide, axis=axes, keepdims=True) for axes in over))
     if [y.shape for y in x] != [y.shape for y in like]:
