@@ -365,7 +365,7 @@ def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None
         codec = codec_of(buffer)
         is_float32 = getattr(x, "dtype", None) == jnp.float32
         fits = codec_of(x) == codec if isinstance(x, Blocks) else is_float32
-        return "" if fits else f"an array of float32, or Blocks with codes of {codec.kind}"
+        return "" if fits else f"an array of float32, or Blocks with codes of {codec.dtype.name}"
     if span.is_unpacked:
         is_floating = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
         fits = checks.is_numeric(x) and checks.is_inexact(x) == is_floating

@@ -25,7 +25,7 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     if isinstance(like, Blocks):
         codec = codec_of(like)
         if not (codec_of(x) == codec if isinstance(x, Blocks) else _is_alike(x, like.scale)):
-            expected = f"a floating array, or Blocks of {codec.kind}"
+            expected = f"a floating array, or Blocks of {codec.dtype.name}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
         return encoding.recoded(array, geometry(like), codec)
