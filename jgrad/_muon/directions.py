@@ -99,14 +99,15 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, step.mw, step.vw, of_adam)
     others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
     return Directions(
-        _either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
-        _either(mw_of_matrices, mw),
-        _either(vw_of_matrices, vw),
+        either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
+        either(mw_of_matrices, mw),
+        either(vw_of_matrices, vw),
         signs,
     )
 
 
-def _either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+def either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+    """Each entry of the first list, or that of the second where it is None."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 

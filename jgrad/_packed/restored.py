@@ -1,7 +1,6 @@
 """States from files that were read without a target: dictionaries for the nodes of jgrad."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -68,13 +67,11 @@ def _is_factors(x: PyTree) -> bool:
     """Rows and columns of one array: where one has an axis, the other one has size 1."""
     if not (isinstance(x, dict) and x.keys() == {*Factors._fields}):
         return False
-    shapes = [getattr(_array(x[name]), "shape", None) for name in Factors._fields]
-    rows, columns = shapes
-    if rows is None or columns is None or not 1 < len(rows) == len(columns):
-        return False
-    pairs = [*zip(rows, columns, strict=True)]
-    alone = [any(pair[k] > 1 and pair[1 - k] == 1 for pair in pairs) for k in (0, 1)]
-    return all(alone) and all(a == b or 1 in (a, b) for a, b in pairs)
+    rows, columns = (getattr(_array(x[name]), "shape", ()) for name in Factors._fields)
+    pairs = [*zip(rows, columns, strict=False)]
+    alone = [any(pair[k] > 1 == pair[1 - k] for pair in pairs) for k in (0, 1)]
+    fits = len(rows) == len(columns) and all(a == b or 1 in (a, b) for a, b in pairs)
+    return fits and all(alone)
 
 
 def _blocks(x: dict[str, PyTree]) -> Blocks:
@@ -86,12 +83,6 @@ def _array(x: PyTree) -> PyTree:
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
-def _packed_in(like: PyTree) -> list[tuple[list[str], Packed[Any]]]:
-    """The packed trees and their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
-    return [(path_rules.keys_of(path), x) for path, x in nodes if packing.is_packed(x)]
-
-
 def _layout(
     buffers: dict[str, PyTree], path: tuple[object, ...], likes: Sequence[PyTree]
 ) -> Layout | None:
@@ -101,10 +92,15 @@ def _layout(
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
+
+    def likeness(node: tuple[tuple[object, ...], PyTree]) -> int:
+        return path_rules.common_end(path_rules.keys_of(node[0]), keys)
+
     for like in likes:
-        for _, x in sorted(
-            _packed_in(like), key=lambda node: -path_rules.common_end(node[0], keys)
-        ):
+        nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
+        packed = filter(lambda node: packing.is_packed(node[1]), nodes)
+        for _, x in sorted(packed, key=likeness, reverse=True):
             if of_arrays(x.buffers) == shapes and x.layout.shard is None:
-                return x.layout
+                layout: Layout = x.layout
+                return layout
     return None
