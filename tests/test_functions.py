@@ -10,12 +10,12 @@ pytestmark = pytest.mark.ci
 LIMITS = {
     "adam, decay": (94, 19),
     "adam, decay, 8 bits of small leaves": (98, 19),
-    "adam, decay, 8 bits": (177, 25),
+    "adam, decay, 8 bits": (161, 25),
     "lamb, decay": (173, 25),
     "muon, decay": (199, 28),
     "adam_update": (82, 15),
     "skip(clip, adam, decay)": (211, 31),
-    "carry_over, adam to skip(clip, adam)": (114, 26),
+    "carry_over, adam to skip(clip, adam)": (108, 26),
 }
 
 

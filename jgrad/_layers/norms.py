@@ -124,7 +124,7 @@ def _of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Function:
 
     def squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         x = f(*arrays)
-        x = numerics.wide(x)
+        x = numerics.widen(x, numerics.real_dtype(x))
         return numerics.abs_squared(x if scale is None else numerics.scaled(x, scale))
 
     @jit_static_kwargs

@@ -114,7 +114,7 @@ def orthogonalized(
     x: jax.Array, *, coefficients: Coefficients, compute_dtype: np.dtype | None
 ) -> jax.Array:
     """Each matrix of a stack (count, m, n) with m <= n, in float32 or wider; 0 stays 0."""
-    x = numerics.wide(x)
+    x = numerics.widen(x, numerics.real_dtype(x))
     if 0 in x.shape:
         return x
     of_chunk = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)

@@ -1,6 +1,7 @@
 """States from files that were read without a target: dictionaries for the nodes of jgrad."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,8 +14,6 @@ from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.trees import PyTree
 
-_BUFFERS = {"buffers"}
-
 
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
@@ -24,15 +23,14 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """
 
     def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
-        if _is_blocks(x):
-            blocks = _blocks(x)
-            return {"value": blocks} if isinstance(x["codes"], dict) else blocks
-        if _is_factors(x):
-            factors = Factors(*(_array(x[name]) for name in Factors._fields))
-            return {"value": factors} if isinstance(x["rows"], dict) else factors
-        if not _is_packed(x):
+        kind = _kind(x)
+        if kind is None:
             return x
-        buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
+        if kind is not Packed:  # in a variable, if its fields are variables
+            node = _of_arrays(kind, x)
+            return {"value": node} if isinstance(x[kind._fields[0]], dict) else node
+        pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
+        buffers = {name: b if own is None else _of_arrays(own, b) for name, b, own in pairs}
         layout = _layout(buffers, path, likes)
         if layout is None:
             remedy = (
@@ -44,38 +42,37 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
             raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
-    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
+    is_leaf = lambda x: trees.is_leaf(x) or _kind(x) is not None  # noqa: E731
+    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=is_leaf)
 
 
-def _is_leaf(x: PyTree) -> bool:
-    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x) or _is_factors(x)
+def _kind(x: PyTree) -> Any:
+    """The type of node whose fields a dictionary has, in arrays as no model has them; or None."""
+    if not isinstance(x, dict):
+        return None
+    if x.keys() == {"buffers"} and isinstance(x["buffers"], dict):
+        return Packed
+    for kind, fits in (Blocks, _are_blocks), (Factors, _are_factors):
+        if x.keys() == {*kind._fields} and fits(*(_array(x[name]) for name in kind._fields)):
+            return kind
+    return None
 
 
-def _is_packed(x: PyTree) -> bool:
-    return isinstance(x, dict) and x.keys() == _BUFFERS and isinstance(x["buffers"], dict)
+def _are_blocks(codes: PyTree, scale: PyTree) -> bool:
+    return getattr(codes, "dtype", None) in BY_DTYPE and getattr(scale, "dtype", 0) == np.float32
 
 
-def _is_blocks(x: PyTree) -> bool:
-    """Codes and scales, as no model has them: of these dtypes."""
-    if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
-        return False
-    dtypes = [getattr(_array(x[name]), "dtype", None) for name in Blocks._fields]
-    return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
-
-
-def _is_factors(x: PyTree) -> bool:
-    """Rows and columns of one array: where one has an axis, the other one has size 1."""
-    if not (isinstance(x, dict) and x.keys() == {*Factors._fields}):
-        return False
-    rows, columns = (getattr(_array(x[name]), "shape", ()) for name in Factors._fields)
-    pairs = [*zip(rows, columns, strict=False)]
+def _are_factors(rows: PyTree, columns: PyTree) -> bool:
+    """Of one array: where one has an axis, the other one has size 1."""
+    shapes = [getattr(x, "shape", ()) for x in (rows, columns)]
+    pairs = [*zip(*shapes, strict=False)]
     alone = [any(pair[k] > 1 == pair[1 - k] for pair in pairs) for k in (0, 1)]
-    fits = len(rows) == len(columns) and all(a == b or 1 in (a, b) for a, b in pairs)
-    return fits and all(alone)
+    fits = all(a == b or 1 in (a, b) for a, b in pairs)
+    return len(shapes[0]) == len(shapes[1]) and fits and all(alone)
 
 
-def _blocks(x: dict[str, PyTree]) -> Blocks:
-    return Blocks(*(_array(x[name]) for name in Blocks._fields))
+def _of_arrays(kind: Any, x: dict[str, PyTree]) -> PyTree:
+    return kind(*(_array(x[name]) for name in kind._fields))
 
 
 def _array(x: PyTree) -> PyTree:
