@@ -465,7 +465,7 @@ MUTATIONS = [
     Mutation("zero.zero", "gradients that JAX summed are accepted", "_ is not None and _.is_known_to_be_invariant(_)", "False", DEVICES + "/test_zero.py"),
     Mutation("zero._sliced", "the rows of the first device", "X.slice", "lambda x: x[: X.num_rows(len(x))]", DEVICES + "/test_zero.py"),
     Mutation("_sharded_further", "buffers are sharded along columns", "X[: 1 if _ else None]", "X[::-1]", DEVICES),
-    Mutation("_Shardings._like", "moments of other shapes follow", "X or Y.shape != _.shape", "X", DEVICES),
+    Mutation("state_shardings._fitted", "moments of other shapes follow", "all(_)", "True", DEVICES),
     Mutation("_Shardings._of_packed", "unpacked leaves are replicated", "None if _ is None else _.leaves[_]", "None", DEVICES),
     Mutation("_in_dtype", "states drift to other dtypes", "X.astype(_.dtype) if checks.is_numeric(_) else X", "X", "tests/wrappers"),
     Mutation("skip_nonfinite._in_branch", "branch: the update runs always", "decisions.noted_branch(_, X, _)", "X()", SKIP),
