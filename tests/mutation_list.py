@@ -376,7 +376,7 @@ MUTATIONS = [
     Mutation("state_leaves.with_seen", "counters of a window of another size", "x.unit + _", "x.unit", "tests/states/test_owners.py"),
     Mutation("Matcher._by_word", "zeros are Adafactor's squares", "is_second and _", "is_second", MOMENTUM + " -k squares"),
     Mutation("forms._factors", "rows are those of other axes", "[y.shape for y in x] != X", "False", "tests/optimizers/test_adafactor.py -k carry_over"),
-    Mutation("matching._without_owner", "a window of two labels has the counters of one", "leaf.kind == ACCUMULATE", "False", "tests/states/test_owners.py"),
+    Mutation("matching._without_seen", "a window of two labels has the counters of one", "leaf.kind == ACCUMULATE", "False", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "batches are counted as updates", "(x.owner, x.clock, X, Y, Z)", "(x.owner, clock, X, Y, Z)", "tests/states/test_owners.py"),
     Mutation("Matcher._assign_steps", "moments have the step of others", "(x.owner, x.clock, X, Y, Z)", "(owner, x.clock, X, Y, Z)", "tests/states/test_owners.py"),
     Mutation("matching._from_outside", "wrappers of one kind change places in files", "len(X.owner)", "0", "tests/states/test_same_recipe.py"),

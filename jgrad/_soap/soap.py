@@ -142,7 +142,7 @@ class _New(NamedTuple):
 
 def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: Any) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
-    old = Matrices(axes, inputs.per_array(step.more))
+    old = Matrices(axes, _per_array(inputs, step.more))
     sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
     pairs = zip(inputs.g, sizes, strict=True)
     g = leafwise.run(
@@ -186,6 +186,11 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
 
 
+def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
+    """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
+    return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
+
+
 def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
 
@@ -203,7 +208,7 @@ def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers
 def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes, n = inputs.per_array(step.matrices), soap.read(inputs, step)
+    axes, n = _per_array(inputs, step.matrices), soap.read(inputs, step)
     new = _of_matrices(inputs, step, soap, axes, n)
     g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
     both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))

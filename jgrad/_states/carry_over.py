@@ -143,7 +143,7 @@ class _Leaves:
 
     Args:
       old: the old state.
-      before: its parts, by their paths in the new one.
+      before: its leaves, by their paths in the new one.
       params: the parameters, or None.
     """
 

@@ -196,7 +196,7 @@ class Matcher:
         self._numbers = {(x.owner, x.field): x for x in old if not x.keys}
         self._in_bases = {k for x in old if x.role == "factors" for k in x.owners_keys}
         self._pair(_meaning)
-        self._pair(_without_owner, as_many=True)
+        self._pair(_without_seen, as_many=True)
         self._pair(self._beside_bases)
         crossing = self._pair(self._by_word)
         self._crossing = {new.position for new, _ in crossing}
@@ -383,11 +383,11 @@ class Matcher:
 def _meaning(leaf: StateLeaf) -> Any:
     """By which leaves of two states are the same thing; None for counters of updates."""
     of_params = leaf.role in ("moment", "weights", "factors")
-    owner = frozenset() if of_params else leaf.seen
-    return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, owner)
+    seen = frozenset() if of_params else leaf.seen
+    return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, seen)
 
 
-def _without_owner(leaf: StateLeaf) -> Any:
+def _without_seen(leaf: StateLeaf) -> Any:
     """The same without the parameters that a wrapper sees; a window of gradients begins anew."""
     no_other = leaf.role in ("step", "moment") or leaf.kind == ACCUMULATE
     return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)

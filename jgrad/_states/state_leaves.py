@@ -38,9 +38,7 @@ OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
 
 # Fields that hold the state of what is inside, in jgrad and in optax.
 _LABELED = "inner_states"  # of a partition: a state for each label
-_INSIDE = (
-    *("inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"),
-)
+_INSIDE = "inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"
 # States of optax, and the fields that tell them.
 _MOMENTS = {"mu": MW, "trace": MW, "ema": MW, "nu": VW}
 _OF_MOMENTS = FieldRoles(
