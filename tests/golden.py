@@ -189,35 +189,11 @@ def without_target(name: str, arrays: dict[str, np.ndarray]) -> Any:
     return tree
 
 
-def with_new_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Of a file of 0.6 or before; `StochasticState.done` was `step`."""
-    names = {f"stochastic_rounding/{x}.step": f"stochastic_rounding/{x}.done" for x in STATES}
-    return {names.get(key, key): array for key, array in arrays.items()}
-
-
 def as_in_11(name: str, state: Any, arrays: dict[str, np.ndarray]) -> Any:
     """A state as a file of 1.1 or before has it: the average was the last part of a chain."""
     if f"{name}/state[1].average['half']" not in arrays:
         return state
     return state.inner, state._replace(inner=None)
-
-
-def with_stand_ins(name: str, tree: Any, arrays: dict[str, np.ndarray]) -> Any:
-    """A state as a file of 0.5 or before has it: an empty array for None where there is no state."""
-
-    def of(path: Any, x: Any) -> Any:
-        if x is not None:
-            return x
-        found = arrays.get(name + jax.tree_util.keystr(path))
-        assert found is None or found.shape == (0,)
-        return found if found is None else jnp.asarray(found)
-
-    return jax.tree_util.tree_map_with_path(of, tree, is_leaf=lambda x: x is None)
-
-
-def without_stand_ins(state: Any) -> Any:
-    """None for the empty arrays of 0.5 and before."""
-    return jax.tree.map(lambda x: None if x.shape == (0,) else x, state)
 
 
 def main() -> None:

@@ -56,6 +56,12 @@ def widen(x: jax.Array, real: np.dtype) -> jax.Array:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
+def wide(x: ArrayLike) -> jax.Array:
+    """An inexact array in float32 or wider, any other as it is."""
+    x = jnp.asarray(x)
+    return widen(x, real_dtype(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """`factor * x` for a real `factor` and a real or complex `x` of the same precision."""
     return factor.astype(x.dtype) * x

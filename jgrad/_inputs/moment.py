@@ -219,18 +219,6 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | Non
     return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)
 
 
-def in_full_precision(moments: Sequence[Any]) -> list[Any]:
-    """Moments with arrays of float32 for those in 8 bits or bfloat16."""
-    calls = [(_in_float32, (x,)) if is_rounded(x) else None for x in moments]
-    wide = leafwise.run(calls)
-    return [x if w is None else w for x, w in zip(moments, wide, strict=True)]
-
-
-@leafwise.jit_static_kwargs
-def _in_float32(x: Any) -> jax.Array:
-    return encoding.decoded(x) if isinstance(x, Blocks) else x.astype(jnp.float32)
-
-
 def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
     """No array is written where the state has codes: it would be cast to their dtype."""
     for n, o in zip(new, old, strict=True):

@@ -154,11 +154,10 @@ def in_memory(*arrays: Any) -> bool:
 
 
 def in_rows(x: Blocks) -> bool:
-    """Whether an array has its blocks along its rows, as most arrays of all versions have them."""
+    """Whether an array has its blocks along its rows, as most arrays have them."""
     codes, scale = x
     *lead, last = codes.shape or (0,)
-    is_whole = lead and last % SIZE == 0 and scale.shape == (*lead, last // SIZE)
-    return bool(is_whole) and x.form.is_named_by_dtype
+    return bool(lead and last % SIZE == 0 and scale.shape == (*lead, last // SIZE))
 
 
 def place_of(

@@ -134,7 +134,7 @@ class InTile(KernelMoment):
     def stored(self, exact: jax.Array) -> Blocks:
         bits = self._rounding.bits(exact)
         arrays = encoded_tile(exact, bits, self._codec, self.blocks, self.flag, self._tile)
-        return Blocks(*arrays, self.blocks.form)
+        return Blocks(*arrays)
 
 
 class ScalePass(KernelMoment):

@@ -57,7 +57,7 @@ def run(
     step = step._replace(types=tuple(types), used=(True,) * len(types))
     results = iter(_operation().bind(*operands, step=step))
     values = list(itertools.islice(results, len(types) - 2 * len(moments)))
-    return values, [Blocks(next(results), next(results), m.blocks.form) for m in moments]
+    return values, [Blocks(next(results), next(results)) for _ in moments]
 
 
 def forced(form: Lowering) -> AbstractContextManager[Lowering | None]:

@@ -17,7 +17,7 @@ from jgrad._inputs import numbers
 from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
-from jgrad._inputs.moment import Moment, Step, in_full_precision
+from jgrad._inputs.moment import Moment, Step
 from jgrad._kernels.moment import Moments
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
@@ -75,7 +75,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     else:
         check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
         old = [None if x is None else y for x, y in zip(g, step.mw.old, strict=True)]
-        sums = leafwise.apply(rules.add_scaled, g, in_full_precision(old))
+        sums = leafwise.apply(rules.add_scaled, g, old)
         x, is_taken = orthogonalize.orthogonalized_rows(
             inputs.function,
             matrix_axes.each(MatrixAxes.gathered, matrices, sums),
@@ -100,14 +100,15 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, step.mw, step.vw, of_adam)
     others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
     return Directions(
-        _either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
-        _either(mw_of_matrices, mw),
-        _either(vw_of_matrices, vw),
+        either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
+        either(mw_of_matrices, mw),
+        either(vw_of_matrices, vw),
         signs,
     )
 
 
-def _either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+def either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+    """Each entry of the first list, or that of the second where it is None."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 

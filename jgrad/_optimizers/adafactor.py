@@ -66,7 +66,7 @@ def _mean_squares(g: jax.Array, *, axes: MatrixAxes) -> Factors:
 
     A square counts as at most 2^126 / n where sums have n terms, so that none overflows.
     """
-    wide = numerics.widen(g, numerics.real_dtype(g))
+    wide = numerics.wide(g)
     squares = numerics.bounded_square(wide, _terms(g, axes))
     return Factors(*(_mean(squares, over, axes) for over in (axes.inputs, axes.outputs)))
 

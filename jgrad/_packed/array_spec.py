@@ -35,14 +35,12 @@ class ArraySpec(NamedTuple):
       positions: of the leaves among those of the unpacked tree.
       spans: their blocks; none for an array outside of every `Packed`.
       shape: of the whole buffer.
-      width: elements of a block.
       shard: the rows that this device has; None for all of them.
     """
 
     positions: tuple[int, ...]
     spans: tuple[Span, ...] = ()
     shape: tuple[int, ...] = ()
-    width: int = 0
     shard: Shard | None = None
 
     @property
@@ -122,7 +120,7 @@ class ArraySpec(NamedTuple):
             return ElementKeys(shares.in_stack(keys[0], size), np.zeros((), np.uint32), part)
         first: Any = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
-            first[span.first : span.first + span.num_blocks] = _first_elements(span, self.width)
+            first[span.first : span.first + span.num_blocks] = _first_elements(span)
         if place is not None:
             sizes = np.array([span.size for span in self.spans], np.uint32)[self._leaf_of_row]
             first = first + place.index_of(0).astype(jnp.uint32) * sizes
@@ -205,10 +203,10 @@ class ArraySpec(NamedTuple):
         return leaves
 
 
-def _first_elements(span: Span, width: int) -> np.ndarray:
+def _first_elements(span: Span) -> np.ndarray:
     """The number of the first element in each block of a leaf."""
     layers = np.arange(span.layers.num_layers)[:, None] * span.layers.layer_size
-    return (layers + np.arange(span.blocks_per_layer) * width).reshape(-1).astype(np.uint32)
+    return (layers + np.arange(span.blocks_per_layer) * WIDTH).reshape(-1).astype(np.uint32)
 
 
 def specs(tree: PyTree) -> list[ArraySpec]:
@@ -224,7 +222,7 @@ def specs(tree: PyTree) -> list[ArraySpec]:
         for name, shape in layout.shapes:
             positions, spans = zip(*layout.within(name), strict=True)
             positions = tuple(count + i for i in positions)
-            arrays.append(ArraySpec(positions, spans, shape, WIDTH, layout.shard))
+            arrays.append(ArraySpec(positions, spans, shape, layout.shard))
         count += len(layout.spans)
     return arrays
 

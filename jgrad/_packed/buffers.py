@@ -27,7 +27,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._packed.layouts import WIDTH, Span
 from jgrad._quantized import encoding
-from jgrad._quantized.codec import Codec, codec_of
+from jgrad._quantized.codec import Codec
 from jgrad._quantized.geometry import Geometry
 from jgrad._trees.forms import SMALLEST, Blocks
 
@@ -45,14 +45,14 @@ def join_leaves(spans: Sequence[Span], leaves: Sequence[jax.Array], rows: int) -
 
 def join_codes(spans: Sequence[Span], leaves: Sequence[Blocks], rows: int) -> Blocks:
     """The buffer in 8 bits of leaves that `recoded` made."""
-    codes = [_to_blocks(span, encoding.elements(x)) for span, x in zip(spans, leaves, strict=True)]
+    codes = [_to_blocks(span, x.codes) for span, x in zip(spans, leaves, strict=True)]
     scale = [
         jnp.transpose(x.scale, _order_of_scale(span)).reshape(-1)
         for span, x in zip(spans, leaves, strict=True)
     ]
     geometry = Geometry((rows, WIDTH), (rows, 1))
     parts = _join(spans, codes, geometry.shape), _join(spans, scale, geometry.scales)
-    return encoding.of_elements(*parts, geometry, codec_of(leaves[0]))
+    return Blocks(*parts)
 
 
 def split_leaves(spans: Sequence[Span], buffer: jax.Array) -> list[jax.Array]:
@@ -67,14 +67,13 @@ def split_codes(
 
     They are Blocks `as_stored`; else those that are too small for it by themselves are float32.
     """
-    codec = codec_of(buffer)
-    codes, scales = _cut(spans, encoding.elements(buffer)), _cut(spans, buffer.scale)
+    codes, scales = _cut(spans, buffer.codes), _cut(spans, buffer.scale)
     leaves: list[jax.Array | Blocks] = []
     for span, code, column in zip(spans, codes, scales, strict=True):
         geometry, order = _geometry(span), _order_of_scale(span)
         scale = column.reshape([geometry.scales[axis] for axis in order])
         scale = jnp.transpose(scale, list(np.argsort(order)))
-        leaf = encoding.of_elements(_from_blocks(span, code), scale, geometry, codec)
+        leaf = Blocks(_from_blocks(span, code), scale)
         leaves.append(leaf if as_stored or span.size >= SMALLEST else encoding.decoded(leaf))
     return leaves
 

@@ -266,7 +266,7 @@ def fill(layout: Layout, leaves: Sequence[Array | None]) -> Packed[Any]:
     for name, shape in layout.shapes:
         positions, spans = zip(*layout.within(name), strict=True)
         first = leaves[positions[0]]
-        if spans[0].is_unpacked or checks.is_nothing(first, spans[0].layers.shape):
+        if spans[0].is_unpacked or first is None:
             buffers[name] = first
             continue
         parts = jax.tree.map(replicated, [leaves[i] for i in positions])
@@ -299,8 +299,8 @@ def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
         positions, spans = zip(*layout.within(name), strict=True)
         if spans[0].is_unpacked:
             parts = [buffer]
-        elif checks.is_nothing(buffer, shape):
-            parts = [None if buffer is None else jnp.copy(buffer) for _ in spans]  # for donation
+        elif buffer is None:
+            parts = [None] * len(spans)
         else:
             _check_buffer(name, buffer, shape)
             buffer = jax.tree.map(replicated, buffer)
@@ -333,16 +333,13 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     arg = ArgLeaves.from_tree("pack", "tree", tree).with_arrays()
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
-    for name, shape in layout.shapes:
-        buffer, members = like.buffers[name], layout.within(name)
-        is_nothing = checks.is_nothing(buffer, shape)
+    for name, buffer in like.buffers.items():
+        members = layout.within(name)
         dtype = getattr(leaves[members[0][0]], "dtype", None)
         for i, span in members:
-            if problem := _problem(None if is_nothing else buffer, span, leaves[i], dtype):
+            if problem := _problem(buffer, span, leaves[i], dtype):
                 arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {problem}")
-            if is_nothing:
-                leaves[i] = None if buffer is None else leaves[i]
-            elif span.is_unpacked:
+            if buffer is None or span.is_unpacked:
                 expected[i] = buffer
             else:
                 of_leaf = jnp.float32 if isinstance(buffer, Blocks) else dtype
@@ -361,14 +358,14 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
 def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None) -> str:
     """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
     if buffer is None:
-        return "" if checks.is_nothing(x) else "None, as in `like`"
+        return "" if x is None else "None, as in `like`"
     if isinstance(buffer, Factors) or isinstance(x, Factors):
         return "" if isinstance(x, type(buffer)) else checks.describe(buffer)
     if isinstance(buffer, Blocks):
         codec = codec_of(buffer)
         is_float32 = getattr(x, "dtype", None) == jnp.float32
         fits = codec_of(x) == codec if isinstance(x, Blocks) else is_float32
-        return "" if fits else f"an array of float32, or Blocks with codes of {codec.kind}"
+        return "" if fits else f"an array of float32, or Blocks with codes of {codec.dtype.name}"
     if span.is_unpacked:
         is_floating = jnp.issubdtype(getattr(buffer, "dtype", np.int32), jnp.inexact)
         fits = checks.is_numeric(x) and checks.is_inexact(x) == is_floating

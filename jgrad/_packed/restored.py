@@ -14,8 +14,6 @@ from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.trees import PyTree
 
-_BUFFERS = {"buffers"}
-
 
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
@@ -25,15 +23,14 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """
 
     def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
-        if _is_blocks(x):
-            blocks = _blocks(x)
-            return {"value": blocks} if isinstance(x["codes"], dict) else blocks
-        if _is_factors(x):
-            factors = Factors(*(_array(x[name]) for name in Factors._fields))
-            return {"value": factors} if isinstance(x["rows"], dict) else factors
-        if not _is_packed(x):
+        kind = _kind(x)
+        if kind is None:
             return x
-        buffers = {name: _blocks(b) if _is_blocks(b) else b for name, b in x["buffers"].items()}
+        if kind is not Packed:  # in a variable, if its fields are variables
+            node = _of_arrays(kind, x)
+            return {"value": node} if isinstance(x[kind._fields[0]], dict) else node
+        pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
+        buffers = {name: b if own is None else _of_arrays(own, b) for name, b, own in pairs}
         layout = _layout(buffers, path, likes)
         if layout is None:
             remedy = (
@@ -45,51 +42,42 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
             raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
-    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=_is_leaf)
+    is_leaf = lambda x: trees.is_leaf(x) or _kind(x) is not None  # noqa: E731
+    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=is_leaf)
 
 
-def _is_leaf(x: PyTree) -> bool:
-    return trees.is_leaf(x) or _is_blocks(x) or _is_packed(x) or _is_factors(x)
+def _kind(x: PyTree) -> Any:
+    """The type of node whose fields a dictionary has, in arrays as no model has them; or None."""
+    if not isinstance(x, dict):
+        return None
+    if x.keys() == {"buffers"} and isinstance(x["buffers"], dict):
+        return Packed
+    for kind, fits in (Blocks, _are_blocks), (Factors, _are_factors):
+        if x.keys() == {*kind._fields} and fits(*(_array(x[name]) for name in kind._fields)):
+            return kind
+    return None
 
 
-def _is_packed(x: PyTree) -> bool:
-    return isinstance(x, dict) and x.keys() == _BUFFERS and isinstance(x["buffers"], dict)
+def _are_blocks(codes: PyTree, scale: PyTree) -> bool:
+    return getattr(codes, "dtype", None) in BY_DTYPE and getattr(scale, "dtype", 0) == np.float32
 
 
-def _is_blocks(x: PyTree) -> bool:
-    """Codes and scales, as no model has them: of these dtypes."""
-    if not (isinstance(x, dict) and x.keys() == {*Blocks._fields}):
-        return False
-    dtypes = [getattr(_array(x[name]), "dtype", None) for name in Blocks._fields]
-    return dtypes[0] in BY_DTYPE and dtypes[1] == np.float32
+def _are_factors(rows: PyTree, columns: PyTree) -> bool:
+    """Of one array: where one has an axis, the other one has size 1."""
+    shapes = [getattr(x, "shape", ()) for x in (rows, columns)]
+    pairs = [*zip(*shapes, strict=False)]
+    alone = [any(pair[k] > 1 == pair[1 - k] for pair in pairs) for k in (0, 1)]
+    fits = all(a == b or 1 in (a, b) for a, b in pairs)
+    return len(shapes[0]) == len(shapes[1]) and fits and all(alone)
 
 
-def _is_factors(x: PyTree) -> bool:
-    """Rows and columns of one array: where one has an axis, the other one has size 1."""
-    if not (isinstance(x, dict) and x.keys() == {*Factors._fields}):
-        return False
-    shapes = [getattr(_array(x[name]), "shape", None) for name in Factors._fields]
-    rows, columns = shapes
-    if rows is None or columns is None or not 1 < len(rows) == len(columns):
-        return False
-    pairs = [*zip(rows, columns, strict=True)]
-    alone = [any(pair[k] > 1 and pair[1 - k] == 1 for pair in pairs) for k in (0, 1)]
-    return all(alone) and all(a == b or 1 in (a, b) for a, b in pairs)
-
-
-def _blocks(x: dict[str, PyTree]) -> Blocks:
-    return Blocks(*(_array(x[name]) for name in Blocks._fields))
+def _of_arrays(kind: Any, x: dict[str, PyTree]) -> PyTree:
+    return kind(*(_array(x[name]) for name in kind._fields))
 
 
 def _array(x: PyTree) -> PyTree:
     """The array of a variable of flax, which is a dictionary in a file; any other as it is."""
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
-
-
-def _packed_in(like: PyTree) -> list[tuple[list[str], Packed[Any]]]:
-    """The packed trees and their paths."""
-    nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
-    return [(path_rules.keys_of(path), x) for path, x in nodes if packing.is_packed(x)]
 
 
 def _layout(
@@ -101,10 +89,15 @@ def _layout(
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
+
+    def likeness(node: tuple[tuple[object, ...], PyTree]) -> int:
+        return path_rules.common_end(path_rules.keys_of(node[0]), keys)
+
     for like in likes:
-        for _, x in sorted(
-            _packed_in(like), key=lambda node: -path_rules.common_end(node[0], keys)
-        ):
+        nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
+        packed = filter(lambda node: packing.is_packed(node[1]), nodes)
+        for _, x in sorted(packed, key=likeness, reverse=True):
             if of_arrays(x.buffers) == shapes and x.layout.shard is None:
-                return x.layout
+                layout: Layout = x.layout
+                return layout
     return None

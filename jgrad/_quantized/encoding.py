@@ -3,12 +3,9 @@
 A block lies along the last axis where that is a multiple of 256, so that a sharded array and its
 scales are sharded alike. Else the array is flattened. Blocks do not straddle layers: where axes are
 stacked, each layer starts on a block, and its last block may be shorter. The shape of the scales
-tells which of these an array is. What it cannot tell, as another axis along which blocks lie, or
-the codec, is static: `Form`.
+tells which of these an array is, and the dtype of the codes the codec.
 """
 
-import dataclasses
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +18,9 @@ from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Form
+from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.variables import is_leaf
-
-_DTYPE = operator.attrgetter("dtype")
 
 # XLA's CPU backend writes out what a maximum over rows is taken of, 4 bytes per element. A maximum
 # over an axis that is not the last is a loop that computes what it reads: so of a block as 8 rows
@@ -33,29 +28,24 @@ _DTYPE = operator.attrgetter("dtype")
 _PARTS = 8
 
 
-def check(arg: ArgLeaves, i: int, x: Blocks, form: Form | None = None) -> None:
+def check(arg: ArgLeaves, i: int, x: Blocks, codec: Codec | None = None) -> None:
     """A leaf that is written as here, so that others are not read as wrong numbers.
 
     Args:
       arg: the argument.
       i: which of its leaves.
       x: the leaf.
-      form: that has the codec of such a moment; None for any codec.
+      codec: of such a moment; None for any.
     """
     codes, scale = x
-    named = x.form.codec if form is None else form.codec
-    codecs = [named] if named is not None else list(BY_DTYPE.values())
-    if not (checks.is_array(codes) and codes.dtype in map(_DTYPE, codecs)):
-        expected = " or ".join(codec.dtype.name for codec in codecs)
+    dtypes = list(BY_DTYPE) if codec is None else [codec.dtype]
+    if not (checks.is_array(codes) and codes.dtype in dtypes):
+        expected = " or ".join(dtype.name for dtype in dtypes)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
-    codec = codec_of(x)
-    if codec not in codecs:
-        arg.fail(i, TypeError, f"codes of {codec.name}, expected {codecs[0].name}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
         arg.fail(i, TypeError, f"{checks.describe(scale)} as `scale`, expected float32")
     if not geometry(x).is_right:
-        size, of_shape = x.form.size, f"of shape {x.shape}"
-        expected = f"a number for each block of {size} elements of `codes`, {of_shape}"
+        expected = f"a number for each block of {SIZE} elements of `codes`, of shape {x.shape}"
         arg.fail(i, ValueError, f"`scale` of shape {scale.shape}, expected {expected}")
 
 
@@ -64,37 +54,26 @@ def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
     codes, scale = blocks
     codec, source = codec_of(blocks), geometry(blocks)
-    is_piece = scale.ndim == codes.ndim and scale.shape[source.block_axis] == 1  # or a buffer
+    is_piece = scale.ndim == codes.ndim and scale.shape[-1] == 1  # or a buffer
 
     def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
         scales = scale if is_piece else source.per_element(scale)
-        return codec.decode(codec.from_bytes(codes, blocks.form.padding), scales)
+        return codec.decode(codes, scales)
 
     if not is_sharded(codes):
         return decode(codes, scale)
     return on_automatic_axes(decode, jax.typeof(codes).sharding, codes, scale)
 
 
-def elements(blocks: Blocks) -> jax.Array:
-    """A code for each element."""
-    return codec_of(blocks).from_bytes(blocks.codes, blocks.form.padding)
-
-
-def of_elements(codes: jax.Array, scale: jax.Array, target: Geometry, codec: Codec) -> Blocks:
-    """Blocks of a code for each element."""
-    return Blocks(codec.to_bytes(codes), scale, target.form(codec))
-
-
-def zeros(x: jax.Array, stacked: Sequence[int], form: Form) -> Blocks:
+def zeros(x: jax.Array, stacked: Sequence[int], codec: Codec) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
-    codec, target = form.codec, Geometry.of_leaf(x.shape, stacked, form.axis, form.size)
-    first = (..., slice(1), *[slice(None)] * (-target.block_axis - 1))
+    target = Geometry.of_leaf(x.shape, stacked)
 
     def blocks(x: jax.Array) -> Blocks:
-        columns = [piece[first] for piece in target.pieces(x)]
-        return of_elements(x.astype(codec.dtype), target.scale_of_pieces(columns), target, codec)
+        columns = [piece[..., :1] for piece in target.pieces(x)]
+        return Blocks(x.astype(codec.dtype), target.scale_of_pieces(columns))
 
-    return _sharded(blocks, target, codec, x)
+    return _sharded(blocks, target, x)
 
 
 def recoded(x: jax.Array | Blocks, target: Geometry, codec: Codec) -> Blocks:
@@ -103,7 +82,7 @@ def recoded(x: jax.Array | Blocks, target: Geometry, codec: Codec) -> Blocks:
         return x
     if 0 in target.shape:
         scale = jnp.zeros(target.scales, jnp.float32)
-        return of_elements(jnp.zeros(target.shape, codec.dtype), scale, target, codec)
+        return Blocks(jnp.zeros(target.shape, codec.dtype), scale)
     return encoded(lambda value: value, [decoded(x) if isinstance(x, Blocks) else x], target, codec)
 
 
@@ -150,13 +129,16 @@ def encoded(
     def blocks(
         rounding: Rounding | None, value: jax.Array | None, *arguments: jax.Array | Blocks
     ) -> Blocks:
-        pieces = zip(*(target.pieces(_cut_alike(x, target)) for x in arguments), strict=True)
-        columns = [_largest(compute, piece, target.block_axis) for piece in pieces]
+        alike = [
+            decoded(x) if isinstance(x, Blocks) and geometry(x) != target else x for x in arguments
+        ]
+        pieces = zip(*(target.pieces(x) for x in alike), strict=True)
+        columns = [_largest(compute, piece) for piece in pieces]
         scale = coding.scale_of(target.scale_of_pieces(columns))
         value = compute(*arguments) if value is None else value
         return with_scale(value, scale, target, codec, rounding)
 
-    return _sharded(blocks, target, codec, rounding, value, *arguments)
+    return _sharded(blocks, target, rounding, value, *arguments)
 
 
 def with_scale(
@@ -169,22 +151,10 @@ def with_scale(
             *rounding, rounding.keys.element_numbers(target.shape, first_axes=target.stacked)
         )
     inverse = target.per_element(coding.inverse(scale))
-    return of_elements(codec.encode(value, inverse, random), scale, target, codec)
+    return Blocks(codec.encode(value, inverse, random), scale)
 
 
-def _cut_alike(x: jax.Array | Blocks, target: Geometry) -> jax.Array | Blocks:
-    """An argument that can be cut into the pieces of another: with a code for each element."""
-    if not isinstance(x, Blocks):
-        return x
-    if geometry(x) != target:
-        return decoded(x)
-    if (codec := codec_of(x)).per_byte == 1:
-        return x
-    whole = dataclasses.replace(x.form, codec=dataclasses.replace(codec, bits=8), padding=0)
-    return Blocks(elements(x), x.scale, whole)
-
-
-def _sharded(make: Callable[..., Blocks], target: Geometry, codec: Codec, *args: Any) -> Blocks:
+def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Any) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
     for like in jax.tree.leaves(args, is_leaf=is_leaf):
         if like is not None and like.shape == target.shape:
@@ -195,13 +165,11 @@ def _sharded(make: Callable[..., Blocks], target: Geometry, codec: Codec, *args:
     of_codes = jax.typeof(codes).sharding
     same = isinstance(like, Blocks) and geometry(like) == target
     of_scale = jax.typeof(like.scale).sharding if same else target.sharding_of_scale(of_codes)
-    return on_automatic_axes(make, Blocks(of_codes, of_scale, target.form(codec)), *args)
+    return on_automatic_axes(make, Blocks(of_codes, of_scale), *args)
 
 
-def _largest(
-    compute: Callable[..., jax.Array], piece: Sequence[jax.Array | Blocks], axis: int
-) -> jax.Array:
-    """The bits of the largest magnitude of each block, with size 1 along its axis."""
+def _largest(compute: Callable[..., jax.Array], piece: Sequence[jax.Array | Blocks]) -> jax.Array:
+    """The bits of the largest magnitude of each block, with a last axis of size 1."""
     width = max(x.shape[-1] for x in piece if x.shape)
     parts = _PARTS if width % _PARTS == 0 else 1
 
@@ -214,9 +182,6 @@ def _largest(
 
     # Computed from arrays that XLA does not know to be the arguments, since what several kernels
     # read is written.
-    others = jax.lax.optimization_barrier([in_parts(x) if axis == -1 else x for x in piece])
-    magnitude = coding.magnitude(compute(*others))
-    if axis != -1:
-        return jnp.max(magnitude, axis=axis, keepdims=True)
-    largest = jnp.max(magnitude, axis=-2)
+    others = jax.lax.optimization_barrier(list(map(in_parts, piece)))
+    largest = jnp.max(coding.magnitude(compute(*others)), axis=-2)
     return jnp.max(jax.lax.optimization_barrier(largest), axis=-1, keepdims=True)

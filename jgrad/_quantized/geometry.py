@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgrad._quantized.codec import Codec, form_of
-from jgrad._trees.forms import SIZE, Blocks, Form
+from jgrad._trees.forms import SIZE, Blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,36 +21,21 @@ class Geometry:
     Attributes:
       shape: of the array.
       scales: shape of the scales.
-      axis: along which blocks lie, as in `Form`.
-      size: elements of a block.
     """
 
     shape: tuple[int, ...]
     scales: tuple[int, ...]
-    axis: int | None = None
-    size: int = SIZE
 
     @classmethod
-    def of_leaf(
-        cls,
-        shape: tuple[int, ...],
-        stacked: Sequence[int] = (),
-        axis: int | None = None,
-        size: int = SIZE,
-    ) -> "Geometry":
+    def of_leaf(cls, shape: tuple[int, ...], stacked: Sequence[int] = ()) -> "Geometry":
         """Where the blocks are of an array whose layers are stacked over some axes."""
-        last = len(shape) - 1
-        if axis is not None:
-            if len(shape) + axis in stacked:
-                raise ValueError(f"blocks along axis {axis} of {shape} would straddle layers")
-            return cls(shape, _replaced(shape, axis, -(-shape[axis] // size)), axis, size)
-        if shape and shape[last] % size == 0 and last not in stacked:
-            return cls(shape, (*shape[:last], shape[last] // size), axis, size)
+        if shape and shape[-1] % SIZE == 0 and len(shape) - 1 not in stacked:
+            return cls(shape, (*shape[:-1], shape[-1] // SIZE))
         if not stacked:
-            return cls(shape, (-(-math.prod(shape) // size),), axis, size)
+            return cls(shape, (-(-math.prod(shape) // SIZE),))
         ones = [n if axis in stacked else 1 for axis, n in enumerate(shape)]
         layer_size = math.prod(n for axis, n in enumerate(shape) if axis not in stacked)
-        return cls(shape, (*ones, -(-layer_size // size)), None, size)
+        return cls(shape, (*ones, -(-layer_size // SIZE)))
 
     @functools.cached_property
     def stacked(self) -> tuple[int, ...]:
@@ -61,22 +45,10 @@ class Geometry:
         sizes = zip(self.shape, self.scales, strict=False)
         return tuple(axis for axis, (n, count) in enumerate(sizes) if n == count)
 
-    def form(self, codec: Codec) -> Form:
-        """The form of codes in these blocks."""
-        padding = -self.shape[-1] % codec.per_byte if self.shape else 0
-        return form_of(codec, self.axis, self.size, padding)
-
     @property
     def is_right(self) -> bool:
         """Whether the scales are those of such an array."""
-        if self.axis is not None and len(self.shape) + self.axis < 0:
-            return False
-        return self == Geometry.of_leaf(self.shape, self.stacked, self.axis, self.size)
-
-    @property
-    def block_axis(self) -> int:
-        """The axis of `pieces` that is a block, counted from the last."""
-        return -1 if self.axis is None else self.axis
+        return self == Geometry.of_leaf(self.shape, self.stacked)
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -90,25 +62,16 @@ class Geometry:
     def is_view(self) -> bool:
         """Whether all blocks are whole, and a reshape makes them."""
         in_order = self._order == tuple(range(len(self.shape)))
-        return in_order and math.prod(self.scales) * self.size == math.prod(self.shape)
-
-    @functools.cached_property
-    def _in_blocks(self) -> tuple[int, ...]:
-        """The shape of the array where `is_view`, each block an axis of its own."""
-        if self.axis is None:
-            return (*self.scales, self.size)
-        return _replaced(self.shape, self.axis, self.scales[self.axis], self.size)
+        return in_order and math.prod(self.scales) * SIZE == math.prod(self.shape)
 
     @property
-    def _lined_up(self) -> tuple[int, ...]:
-        """The shape in which blocks lie along `block_axis`: of the array, or a row for a layer."""
-        if self.axis is not None:
-            return self.shape
+    def _lined_up(self) -> tuple[int, int]:
+        """The shape in which blocks lie along the last axis: a row for each layer."""
         layers = math.prod(self.shape[axis] for axis in self.stacked)
         return layers, math.prod(self.shape) // layers
 
     def pieces(self, x: Any) -> list[Any]:
-        """An array of this shape, or what broadcasts to it, with blocks along `block_axis`.
+        """An array of this shape, or what broadcasts to it, with blocks along the last axis.
 
         One array of whole blocks if there are no others; else whole blocks and last ones by
         themselves, layer by layer. The axis before is that of blocks.
@@ -116,45 +79,36 @@ class Geometry:
         if isinstance(x, Blocks):
             scales = [self._column(x.scale)]
             if not self.is_view:
-                scales = [_between(scales[0], self.block_axis - 1, *ends) for ends in self._bounds]
-            both = zip(self.pieces(x.codes), scales, strict=True)
-            return [x._replace(codes=codes, scale=scale) for codes, scale in both]
+                scales = [scales[0][..., a:b, :] for a, b in self._bounds]
+            return list(map(Blocks, self.pieces(x.codes), scales))
         if jnp.ndim(x) == 0 and self.shape:
             return [x] * (1 if self.is_view else len(self._bounds))
         is_column = len(self.scales) == x.ndim and x.shape == (*self.shape[:-1], 1)
-        if self.is_view and self.axis is None and is_column:
+        if self.is_view and is_column:
             return [x.reshape((*x.shape, 1))]  # a number for each row of a buffer
         if x.shape != self.shape:
             x = jnp.broadcast_to(x, self.shape)
         if self.is_view:
-            return [x.reshape(self._in_blocks)]
-        if self.axis is None:
-            x = jnp.transpose(x, self._order).reshape(self._lined_up)
-        pieces = []
-        for a, b in self._bounds:
-            piece = _between(x, self.block_axis, a * self.size, b * self.size)
-            size = piece.shape[self.block_axis] // (b - a)
-            pieces.append(piece.reshape(_replaced(piece.shape, self.block_axis, b - a, size)))
-        return pieces
+            return [x.reshape((*self.scales, SIZE))]
+        x = jnp.transpose(x, self._order).reshape(self._lined_up)
+        pieces = ((x[..., a * SIZE : b * SIZE], b - a) for a, b in self._bounds)
+        return [y.reshape((len(y), count, y.shape[1] // count)) for y, count in pieces]
 
     def scale_of_pieces(self, columns: Sequence[jax.Array]) -> jax.Array:
         """The scales, of a column for each piece."""
-        axis = columns[0].ndim + self.block_axis - 1
-        scale = columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=axis)
+        scale = columns[0] if len(columns) == 1 else jnp.concatenate(columns, axis=-2)
         return scale.reshape(self.scales)
 
     def per_element(self, scale: jax.Array) -> jax.Array:
         """The scale of each element; by no concatenation, which XLA would not fuse."""
-        if self.axis is None and self.shape and scale.shape == (*self.shape[:-1], 1):
+        if self.shape and scale.shape == (*self.shape[:-1], 1):
             return scale  # of a buffer: it broadcasts
-        column, axis = self._column(scale), self.block_axis
-        blocks = jnp.broadcast_to(column, _replaced(column.shape, axis, self.size))
+        column = self._column(scale)
+        blocks = jnp.broadcast_to(column, (*column.shape[:-1], SIZE))
         if self.is_view:
             return blocks.reshape(self.shape)
-        whole = blocks.reshape(_replaced(self._lined_up, axis, self._bounds[-1][1] * self.size))
-        elements = _between(whole, axis, 0, self._lined_up[axis])
-        if self.axis is not None:
-            return elements
+        layers, size = self._lined_up
+        elements = blocks.reshape((layers, self._bounds[-1][1] * SIZE))[..., :size]
         layers_first = elements.reshape([self.shape[axis] for axis in self._order])
         return jnp.transpose(layers_first, list(np.argsort(self._order)))
 
@@ -164,10 +118,10 @@ class Geometry:
         shard = codes.shard_shape(self.shape)
         if len(self.scales) == len(self.shape):
             keep = [True] * len(parts)
-            keep[self.block_axis] = shard[self.block_axis] % self.size == 0
+            keep[-1] = shard[-1] % SIZE == 0
         elif len(self.scales) == 1:
-            whole = not any(parts[1:]) and math.prod(shard) % self.size == 0
-            parts, keep = parts[:1], [whole and math.prod(self.shape) % self.size == 0]
+            whole = not any(parts[1:]) and math.prod(shard) % SIZE == 0
+            parts, keep = parts[:1], [whole and math.prod(self.shape) % SIZE == 0]
         else:
             keep = [*(axis in self.stacked for axis in range(len(parts))), True]
             parts = [*parts, None]
@@ -178,30 +132,17 @@ class Geometry:
 
     @property
     def _bounds(self) -> list[tuple[int, int]]:
-        """Whole blocks, of a layer or along the axis, and the last one if it is shorter."""
-        elements = self._lined_up[self.block_axis]
-        whole, blocks = elements // self.size, -(-elements // self.size)
+        """Whole blocks of a layer, and the last one if it is shorter."""
+        elements = self._lined_up[1]
+        whole, blocks = elements // SIZE, -(-elements // SIZE)
         return [(a, b) for a, b in ((0, whole), (whole, blocks)) if b > a]
 
     def _column(self, scale: jax.Array) -> jax.Array:
-        """The scales beside the blocks that have them, with size 1 along `block_axis`."""
-        if self.is_view:
-            return scale.reshape(_replaced(self._in_blocks, self.block_axis, 1))
-        blocks = self._bounds[-1][1]
-        return scale.reshape(_replaced(self._lined_up, self.block_axis, blocks, 1))
-
-
-def _replaced(shape: tuple[int, ...], axis: int, *sizes: int) -> tuple[int, ...]:
-    """The shape with other sizes instead of that of an axis, counted from the last."""
-    axis += len(shape)
-    return (*shape[:axis], *sizes, *shape[axis + 1 :])
-
-
-def _between(x: jax.Array, axis: int, start: int, end: int) -> jax.Array:
-    """The entries from `start` to `end` along an axis, counted from the last."""
-    return x[(..., slice(start, end), *[slice(None)] * (-axis - 1))]
+        """The scales beside the blocks that have them, with a last axis of size 1."""
+        blocks = self.scales if self.is_view else (self._lined_up[0], self._bounds[-1][1])
+        return scale.reshape((*blocks, 1))
 
 
 def geometry(blocks: Blocks) -> Geometry:
     """Where the blocks are of an array in 8 bits."""
-    return Geometry(blocks.shape, blocks.scale.shape, blocks.form.axis, blocks.form.size)
+    return Geometry(blocks.shape, blocks.scale.shape)

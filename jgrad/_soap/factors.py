@@ -203,13 +203,9 @@ class Matrices(NamedTuple):
     axes: Sequence[MatrixAxes | None]
     factors: Sequence[OfLeaf | None]
 
-    def into_bases(self, arrays: Sequence[Array]) -> list[Array]:
-        """P^H X Q of each matrix."""
-        return self._of_each([_into_bases] * len(arrays), arrays)
-
-    def out_of_bases(self, arrays: Sequence[Array]) -> list[Array]:
-        """P X Q^H of each matrix."""
-        return self._of_each([_out_of_bases] * len(arrays), arrays)
+    def rotated(self, arrays: Sequence[Array], *, into: bool) -> list[Array]:
+        """P^H X Q of each matrix, or P X Q^H."""
+        return self._of_each([leafwise.fixed(_rotated, into=into)] * len(arrays), arrays)
 
     def noise(self, m: Sequence[Array], stored: Sequence[Any]) -> list[Array]:
         """What rounding adds to P^H M Q: of each matrix a number, at each of its elements."""
@@ -277,18 +273,12 @@ def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:
 # ---- on the array of one leaf ------------------------------------------------------------------
 
 
-def _into_bases(x: jax.Array, sides: Sides, *, axes: MatrixAxes) -> jax.Array:
+def _rotated(x: jax.Array, sides: Sides, *, axes: MatrixAxes, into: bool) -> jax.Array:
+    """Into the bases, P^H X Q, or out of them, P X Q^H."""
+
     def rotated(y: jax.Array, left: Array, right: Array) -> jax.Array:
-        y = y if left is None else product(left, y, adjoint_x=True)
-        return y if right is None else product(y, right)
-
-    return _of_runs(rotated, x, sides, axes)
-
-
-def _out_of_bases(x: jax.Array, sides: Sides, *, axes: MatrixAxes) -> jax.Array:
-    def rotated(y: jax.Array, left: Array, right: Array) -> jax.Array:
-        y = y if left is None else product(left, y)
-        return y if right is None else product(y, right, adjoint_y=True)
+        y = y if left is None else product(left, y, adjoint_x=into)
+        return y if right is None else product(y, right, adjoint_y=not into)
 
     return _of_runs(rotated, x, sides, axes)
 
@@ -349,7 +339,7 @@ def _averages(
 def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
     """The matrices of each run of blocks, in float32 or wider, and where they are in it."""
     pieces = matrix_axes.pieces(axes)
-    wide = numerics.widen(x, numerics.real_dtype(x))
+    wide = numerics.wide(x)
     pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)
     return [run.as_matrices.of(y) for y, run in pairs], pieces
 

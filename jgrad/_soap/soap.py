@@ -21,6 +21,7 @@ from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MomentDType, MoreFields, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._muon.directions import either
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
@@ -154,10 +155,10 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
-    in_bases = old.into_bases(g), old.into_bases(m)
+    in_bases = old.rotated(g, into=True), old.rotated(m, into=True)
     x, vw = _adam_in_bases(*in_bases, step.vw, of_adam)
     x = leafwise.apply(_above_noise, x, in_bases[1], old.noise(m, step.mw.old))
-    direction = old.out_of_bases(x)
+    direction = old.rotated(x, into=False)
     if soap.first_step == "adam":
         direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
 
@@ -188,10 +189,6 @@ def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
-def _or_else(some: list[Any], others: list[Any]) -> list[Any]:
-    return [y if x is None else x for x, y in zip(some, others, strict=True)]
-
-
 def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
 
@@ -214,16 +211,16 @@ def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
     both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))
     others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
-    direction = _or_else(new.direction, others)
+    direction = either(new.direction, others)
 
-    signs = _or_else(new.direction, like) if soap.weight_decay_rule == "cautious" else None
+    signs = either(new.direction, like) if soap.weight_decay_rule == "cautious" else None
     updates = descent_of(inputs, step, soap).updates(direction, inputs.w, signs)
     if soap.first_step == "skip":
         pairs = zip(new.direction, updates, strict=True)
         of_matrices = [None if x is None else u for x, u in pairs]
-        updates = _or_else(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
+        updates = either(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
     of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
-    return updates, _or_else(new.mw, mw), _or_else(new.vw, vw), of_factors
+    return updates, either(new.mw, mw), either(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

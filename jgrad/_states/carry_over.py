@@ -11,15 +11,12 @@ from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._states import forms, matching, state_leaves
 from jgrad._states.matching import Account, Matcher, Momentum, Source
-from jgrad._states.state_leaves import Keys, StateLeaf, read
+from jgrad._states.state_leaves import NAME, Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.protocols import Leaf, PyTree
-from jgrad._wrappers import parameters
-
-_NAME = "carry_over"
 
 
 @explained
@@ -96,57 +93,46 @@ def carry_over(
     """
     if hasattr(like, "init") and hasattr(like, "update"):
         remedy = "expected a state: `jax.eval_shape(tx.init, params)`"
-        raise TypeError(f"{_NAME}: `like`: a transformation, {remedy}.")
-    checks.boolean(_NAME, "strict", strict)
+        raise TypeError(f"{NAME}: `like`: a transformation, {remedy}.")
+    checks.boolean(NAME, "strict", strict)
     if momentum is not None:
-        checks.one_of(_NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
+        checks.one_of(NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
-    old = restored.with_nodes(_NAME, old, like, params)
+    old = restored.with_nodes(NAME, old, like, params)
     form = like
     old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like, as_stored=True)
     before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
     for name, state in ("old", before), ("like", after):
         for x in state:
-            if not (x.array is None or hasattr(x.array, "shape")):
+            if not hasattr(x.array, "shape"):
                 came = f"{checks.describe(x.array)}, expected an array"
-                raise TypeError(f"{_NAME}: `{name}`{checks.at(x.at)}: {came}.")
-    before = state_leaves.renamed(_NAME, before, after, rename or {})
-    chosen = () if reset is None else state_leaves.chosen(_NAME, reset, params, shapes)
+                raise TypeError(f"{NAME}: `{name}`{checks.at(x.at)}: {came}.")
+    before = state_leaves.renamed(before, after, rename or {})
+    chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
-    matcher = Matcher(_NAME, before, after, chosen, momentum, has_params=has_params)
-    sources, account = matcher.match()
+    made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
     if strict and (lines := matching.lost_or_new(account)):
-        raise ValueError(f"{_NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
-    if _is_change_of_forms(old, like, sources):  # buffers of packed trees stay as they are
-        arg = ArgLeaves.from_tree(_NAME, "old", old).with_arrays()
-        expected, structure = trees.flatten(like)
-        new = [_in_form(arg, i, x, arg.leaves[i]) for i, x in enumerate(expected)]
+        raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
+    expected, structure = trees.flatten(like)
+    is_in_place = all([y.position for y in source.old] == [x.position] for x, source in made)
+    if is_in_place and trees.flatten(old)[1] == structure:  # packed buffers stay as they are
+        arg = ArgLeaves.from_tree(NAME, "old", old).with_arrays()
+        leaves = zip(expected, arg.leaves, strict=True)
+        new = [x if x is None else _in_form(arg, i, x, y) for i, (x, y) in enumerate(leaves)]
         state = structure.unflatten(new)
     else:
-        leaves = _Leaves(old, before, params)
-        both = zip(after, sources, strict=True)
-        new = [None if source is None else leaves.of(leaf, source) for leaf, source in both]
-        state = packing.pack(trees.flatten(shapes)[1].unflatten(new), like=like)
+        structure, maker = trees.flatten(shapes)[1], _Leaves(old, before, params)
+        arrays = {leaf.position: maker.of(leaf, source) for leaf, source in made}
+        state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
+        state = packing.pack(state, like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
-
-
-def _is_change_of_forms(old: PyTree, like: PyTree, sources: Sequence[Source | None]) -> bool:
-    """Whether each leaf, or each buffer of a packed tree, is made of that in the same place."""
-    (olds, old_structure), (likes, structure) = map(trees.flatten, (old, like))
-    if old_structure != structure or any(
-        source is not None and source[1:] != ((i,), "") for i, source in enumerate(sources)
-    ):
-        return False
-    return all((a is None) == (b is None) for a, b in zip(olds, likes, strict=True))
 
 
 def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """What leaf `i` of the argument became, in the form and the memory of another."""
-    if like is None:
-        return None
     new = where_it_lies(functools.partial(forms.converted, arg, i, like), x)
     return forms.in_memory_of(like, new)
 
@@ -156,17 +142,15 @@ class _Leaves:
 
     Args:
       old: the old state.
-      before: its parts, by their paths in the new one.
+      before: its leaves, by their paths in the new one.
       params: the parameters, or None.
     """
 
     def __init__(self, old: PyTree, before: Sequence[StateLeaf], params: PyTree) -> None:
-        self._arg = ArgLeaves.from_tree(_NAME, "old", packing.unpack(old)).with_arrays()
+        self._arg = ArgLeaves.from_tree(NAME, "old", packing.unpack(old)).with_arrays()
         self._params = params
-        self._beside: dict[Keys, Leaf] = {}
-        for leaf, x in zip(before, self._arg.leaves, strict=True):
-            if x is not None and leaf.keys:
-                self._beside.setdefault(leaf.keys, x)
+        arrays = ((x.keys, self._arg.leaves[x.position]) for x in before if x.keys)
+        self._beside = {(keys, x.shape): x for keys, x in arrays}
 
     @functools.cached_property
     def _weights(self) -> dict[Keys, Leaf]:
@@ -175,48 +159,45 @@ class _Leaves:
 
     def of(self, leaf: StateLeaf, source: Source) -> Leaf:
         """A leaf of the new state."""
-        like = leaf.array
-        if source.how == matching.IDENTITY:
+        like, arg = leaf.array, self._arg._replace(paths=lambda: [leaf.at])
+        if source.detail == matching.IDENTITY:
             one = jnp.eye(like.shape[-1], dtype=like.dtype)
-            return forms.in_memory_of(like, jnp.array(jnp.broadcast_to(one, like.shape), copy=True))
+            return forms.in_memory_of(like, jnp.broadcast_to(one, like.shape))
         if source.what in (matching.ZERO, matching.RESET):
-            beside = self._beside.get(leaf.keys, self._weights.get(leaf.keys))
+            beside = self._beside.get((leaf.keys, like.shape), self._weights.get(leaf.keys))
             is_array = all(map(checks.is_array, jax.tree.leaves(beside)))
-            zeros = functools.partial(forms.zeros, like)
-            return forms.in_memory_of(like, where_it_lies(zeros, beside if is_array else None))
+            fits = is_array and getattr(beside, "shape", None) == like.shape
+            zeros = functools.partial(forms.zeros, arg, 0, like)
+            return forms.in_memory_of(like, where_it_lies(zeros, beside if fits else None))
+        if source.detail == matching.ONE:
+            return jnp.ones(like.shape, like.dtype)
         if source.what == matching.FROM_LIKE:
-            if source.how:
-                return jnp.ones(like.shape, like.dtype)
             return jax.tree.map(lambda x: jnp.array(x, copy=True), like)
-        leaves = [self._arg.leaves[i] for i in source.old]
+        leaves = [self._arg.leaves[x.position] for x in source.old]
         if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
-            x = numerics.strong(jnp.array(parameters.wide(x), copy=True))
-            return _in_form(ArgLeaves(_NAME, "params", [x], lambda: [leaf.at]), 0, like, x)
-        x = leaves[0]
-        if source.how:
-            made = _sum_of_mean if source.how == matching.SUM else _mean_of_sum
-            x = where_it_lies(lambda leaves: made(*map(parameters.wide, leaves)), leaves)
-        return _in_form(self._arg, source.old[0], like, x)
+            x = numerics.strong(jnp.array(numerics.wide(x), copy=True))
+            return _in_form(arg._replace(name="params"), 0, like, x)
+        if made := _OF_WINDOWS.get(source.detail):
+            leaves = [where_it_lies(lambda both: made(*map(numerics.wide, both)), leaves)]
+        return _in_form(self._arg, source.old[0].position, like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:
         if self._params is None:
             came = f"None, expected the parameters: `old` has nothing for {leaf.at} of `like`"
-            raise ValueError(f"{_NAME}: `params`: {came}.")
+            raise ValueError(f"{NAME}: `params`: {came}.")
         x: Leaf = self._weights.get(leaf.keys)
         if not checks.is_array(x) or x.shape != leaf.array.shape:
             came = f"{checks.describe(x)} at {'/'.join(leaf.keys)}"
             expected = f"an array of shape {tuple(leaf.array.shape)}, as `like` has at {leaf.at}"
-            raise ValueError(f"{_NAME}: `params`: {came}, expected {expected}.")
+            raise ValueError(f"{NAME}: `params`: {came}, expected {expected}.")
         return x
 
 
-def _sum_of_mean(mean: jax.Array, count: jax.Array) -> jax.Array:
-    return mean * count.astype(mean.dtype)
-
-
-def _mean_of_sum(total: jax.Array, count: jax.Array) -> jax.Array:
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+_OF_WINDOWS = {
+    matching.SUM: lambda mean, count: mean * count.astype(mean.dtype),
+    matching.MEAN: lambda total, count: total / jnp.maximum(count, 1).astype(total.dtype),
+}
 
 
 def _without_shared_arrays(state: PyTree) -> PyTree:

@@ -1,7 +1,10 @@
 """One leaf of a state in the form of another: a dtype, or 8 bits."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._quantized import encoding
@@ -21,16 +24,14 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
         encoding.check(arg, i, x)
     if isinstance(like, Blocks):
         codec = codec_of(like)
-        is_floating = checks.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.floating))
-        same_kind = codec_of(x) == codec if isinstance(x, Blocks) else is_floating
-        if not same_kind:
-            expected = f"a floating array, or Blocks of {codec.kind}"
+        if not (codec_of(x) == codec if isinstance(x, Blocks) else _is_alike(x, like.scale)):
+            expected = f"a floating array, or Blocks of {codec.dtype.name}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
         return encoding.recoded(array, geometry(like), codec)
     if isinstance(x, Blocks):
         x = encoding.decoded(x)
-    if isinstance(x, Factors) and getattr(like, "_fields", None) != Factors._fields:
+    if isinstance(x, Factors) and not isinstance(like, Factors):
         arg.fail(i, ValueError, _GUESS)
     if isinstance(like, Factors):
         return _factors(arg, i, like, x)
@@ -46,9 +47,8 @@ def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
     if not isinstance(x, Factors):
         if not _is_alike(x, like):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected real floating numbers")
-        wide = numerics.widen(x, numerics.real_dtype(x))
-        sizes = [enumerate(zip(x.shape, of.shape, strict=True)) for of in like]
-        over = [tuple(axis for axis, (a, b) in pairs if a != b) for pairs in sizes]
+        wide = numerics.wide(x)
+        over = [np.flatnonzero(np.not_equal(x.shape, of.shape)).tolist() for of in like]
         x = Factors(*(jnp.mean(wide, axis=axes, keepdims=True) for axes in over))
     if [y.shape for y in x] != [y.shape for y in like]:
         arg.fail(i, ValueError, _GUESS)
@@ -57,41 +57,22 @@ def _factors(arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
     )
 
 
-def zeros(like: Leaf, beside: Leaf) -> Leaf:
+def zeros(arg: ArgLeaves, i: int, like: Leaf, beside: Leaf) -> Leaf:
     """Zeros in the form of a leaf, sharded as an array of its shape, if there is one."""
-    if isinstance(like, Factors):
-        return Factors(*(zeros(x, None) for x in like))
-    array = beside if getattr(beside, "shape", None) == like.shape else None
-    if isinstance(array, Factors):
-        array = array.rows * array.columns
-    if isinstance(array, Blocks):
-        array = encoding.decoded(array)
+    if isinstance(beside, Factors):
+        beside = beside.rows * beside.columns
+    if isinstance(beside, Blocks):
+        beside = encoding.decoded(beside)
     dtype = jnp.float32 if isinstance(like, Blocks) else like.dtype
-    zero = jnp.zeros(like.shape, dtype) if array is None else numerics.zeros_like(array, dtype)
-    if not isinstance(like, Blocks):
-        return zero
-    blocks = geometry(like)
-    return encoding.zeros(zero, blocks.stacked, blocks.form(codec_of(like)))
+    zero = jnp.zeros(like.shape, dtype) if beside is None else numerics.zeros_like(beside, dtype)
+    return converted(arg, i, like, zero)
 
 
-def description(x: Leaf) -> str:
-    """The form of a leaf, in few words."""
+def form_of(x: Leaf) -> tuple[Any, ...]:
+    """What equal forms have in common, of which the first is as accounts call it."""
     if isinstance(x, Factors):
-        return f"rows and columns in {x.dtype}"
-    return "8 bits" if isinstance(x, Blocks) else str(x.dtype)
-
-
-def is_form_of(x: Leaf, like: Leaf) -> bool:
-    """Whether a leaf has the form of another."""
-    if isinstance(x, Factors) or isinstance(like, Factors):
-        both = isinstance(x, Factors) and isinstance(like, Factors)
-        return both and all(
-            a.shape == b.shape and a.dtype == b.dtype for a, b in zip(x, like, strict=True)
-        )
-    if not isinstance(x, Blocks):
-        return not isinstance(like, Blocks) and bool(x.dtype == like.dtype)
-    is_blocks = isinstance(like, Blocks)
-    return is_blocks and geometry(x) == geometry(like) and codec_of(x) == codec_of(like)
+        return f"rows and columns in {x.dtype}", x.rows.shape, x.columns.shape
+    return ("8 bits", geometry(x), codec_of(x)) if isinstance(x, Blocks) else (str(x.dtype),)
 
 
 def in_memory_of(like: Leaf, x: Leaf) -> Leaf:

@@ -7,7 +7,7 @@ needs a word of the user.
 
 import collections
 import dataclasses
-import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from jgrad._states.state_leaves import (
     IN_BASES,
     MASTER,
     MW,
+    NAME,
     OF_FACTORED,
     OF_PARAMETERS,
     SQUARES,
@@ -41,19 +42,14 @@ class Entry(NamedTuple):
     Attributes:
       what: happened to it.
       part: of the state that it belongs to.
-      keys: of its parameter.
+      name: as accounts call it, `mw/embed/table`.
       detail: more of it, or "".
     """
 
     what: str
     part: str
-    keys: tuple[str, ...]
+    name: str
     detail: str = ""
-
-    @property
-    def name(self) -> str:
-        """As accounts call it: `mw/embed/table`."""
-        return "/".join(filter(None, (self.part, *self.keys)))
 
 
 @jax.tree_util.register_static
@@ -160,20 +156,22 @@ class Source(NamedTuple):
 
     Attributes:
       what: happens to it, as the account says it.
-      old: the positions of leaves in the old state.
-      how: it is made of them; "" for a change of form, if any.
+      old: leaves of the old state.
+      detail: how it is made of them, or "".
     """
 
     what: str
-    old: tuple[int, ...] = ()
-    how: str = ""
+    old: tuple[StateLeaf, ...] = ()
+    detail: str = ""
+
+
+Made = Sequence[tuple[StateLeaf, Source]]
 
 
 class Matcher:
     """Finds a source for each leaf of the new state.
 
     Args:
-      function: whose errors they are.
       old: the leaves of the old state, by their paths in the new one.
       like: the leaves of the new state.
       reset: paths of parameters whose moments start at zero.
@@ -183,7 +181,6 @@ class Matcher:
 
     def __init__(
         self,
-        function: str,
         old: Sequence[StateLeaf],
         like: Sequence[StateLeaf],
         reset: Collection[Keys],
@@ -191,47 +188,51 @@ class Matcher:
         *,
         has_params: bool,
     ) -> None:
-        self._function, self._reset, self._momentum = function, reset, momentum
+        self._reset, self._momentum = reset, momentum
         self._old, self._like, self._has_params = old, like, has_params
-        self._assigned: dict[int, int] = {}
-        self._masters = {x.keys: j for j, x in enumerate(old) if x.field == MASTER}
-        self._numbers = {(x.owner, x.field): j for j, x in enumerate(old) if not x.keys}
+        self._assigned: dict[int, StateLeaf] = {}  # by the positions of new ones
+        self._brought: dict[Keys, StateLeaf] = {}  # by the owners of new moments the first old one
+        self._masters = {x.keys: x for x in old if x.field == MASTER}
+        self._numbers = {(x.owner, x.field): x for x in old if not x.keys}
         self._in_bases = {k for x in old if x.role == "factors" for k in x.owners_keys}
         self._pair(_meaning)
-        self._pair(_without_owner, as_many=True)
+        self._pair(_without_seen, as_many=True)
         self._pair(self._beside_bases)
         crossing = self._pair(self._by_word)
-        self._check_second_moments()
-        self._check_first_moments(crossing)
+        self._crossing = {new.position for new, _ in crossing}
+        self._check_moments(crossing)
         self._assign_steps()
 
-    def match(self) -> tuple[list[Source | None], Account]:
-        """A source for each leaf of the new state, None for None; and the account of all."""
-        sources = [
-            None if x.array is None else self._source(i, x) for i, x in enumerate(self._like)
-        ]
-        made = [(x, s) for x, s in zip(self._like, sources, strict=True) if s is not None]
+    def match(self) -> tuple[Made, Account]:
+        """Each leaf of the new state with its source, and the account of all."""
+        made = [(x, self._source(x)) for x in self._like]
         self._check_something_fits(made)
         entries = [
-            Entry(source.what, leaf.shown, leaf.keys, self._detail(leaf, source))
+            Entry(source.what, leaf.shown, leaf.called, source.detail)
             for leaf, source in made
             if leaf.role != "measured"
         ]
-        entries += [Entry(DROPPED, x.shown, x.keys) for x in self._unused(made)]
-        return sources, Account.of_entries(entries, list(self._notes(made)))
+        entries += [Entry(DROPPED, x.shown, x.called) for x in self._unused(made)]
+        return made, Account.of_entries(entries, list(self._notes(made)))
 
     # ---- what goes to what ---------------------------------------------------------------------
 
-    def _pair(self, by: _Meaning, *, as_many: bool = False) -> list[tuple[int, int]]:
+    def _pair(self, by: _Meaning, *, as_many: bool = False) -> list[tuple[StateLeaf, StateLeaf]]:
         """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
-        news = _grouped(self._like, by, self._assigned.keys())
-        olds = _grouped(self._old, by, {*self._assigned.values()})
-        pairs: list[tuple[int, int]] = []
-        for key, positions in news.items():
-            there = olds.get(key, [])
-            if not as_many or len(positions) == len(there):
-                pairs += zip(positions, there, strict=False)
-        self._assigned.update(pairs)
+        groups: dict[Any, tuple[list[StateLeaf], list[StateLeaf]]] = {}
+        taken = self._assigned.keys(), {x.position for x in self._assigned.values()}
+        for k, state in enumerate((self._like, self._old)):
+            for x in _from_outside(state):
+                if x.position not in taken[k] and (key := by(x)) is not None:
+                    groups.setdefault(key, ([], []))[k].append(x)
+        pairs: list[tuple[StateLeaf, StateLeaf]] = []
+        for news, olds in groups.values():
+            if not as_many or len(news) == len(olds):
+                pairs += zip(news, olds, strict=False)
+        for new, old in pairs:
+            self._assigned[new.position] = old
+            if new.role == "moment":
+                self._brought.setdefault(new.owner, old)
         return pairs
 
     def _beside_bases(self, leaf: StateLeaf) -> Any:
@@ -249,85 +250,77 @@ class Matcher:
         is_moment = leaf.role in ("moment", "factors")
         return is_moment and any(keys in self._reset for keys in leaf.owners_keys)
 
-    def _check_second_moments(self) -> None:
-        """None is made up beside others of its parameter."""
-        had = {x.keys for x in self._old if x.role == "moment" and x.array is not None}
-        for i, x in enumerate(self._like):
-            is_second = x.role == "moment" and x.field != MW and x.array is not None
-            if is_second and i not in self._assigned and x.keys in had and not self._is_reset(x):
+    def _check_moments(self, crossing: Sequence[tuple[StateLeaf, StateLeaf]]) -> None:
+        """No second one is made up; what may be another thing crosses by the user's word alone."""
+        had = {x.keys for x in self._old if x.role == "moment"}
+        for x in self._like:
+            is_second = x.role == "moment" and x.field != MW and x.keys in had
+            if is_second and not (x.position in self._assigned or self._is_reset(x)):
                 came = f"{x.called}, a second moment that `old` lacks"
                 remedy = "start afresh by `tx.init(params)`, or keep only the step by `reset=`"
                 also = "`momentum=` concerns first moments alone"
-                where = f"`like`{checks.at(x.at)}"
-                raise ValueError(f"{self._function}: {where}: {came}; {remedy}; {also}.")
-
-    def _check_first_moments(self, crossing: Sequence[tuple[int, int]]) -> None:
-        """What may be another thing crosses by the user's word alone."""
+                raise ValueError(f"{NAME}: `like`{checks.at(x.at)}: {came}; {remedy}; {also}.")
         if crossing and self._momentum is None:
-            new, old = self._like[crossing[0][0]], self._old[crossing[0][1]]
+            new, old = crossing[0]
             remedy = '"keep" if both hold the same, or ' + (
                 '"reset" to begin with zeros' if new.field == MW else "`reset=` for the leaf"
             )
             came = f"{old.called} of `old` holds {old.unit}; that of `like` holds {new.unit}"
-            raise ValueError(f"{self._function}: `momentum`: None, expected {remedy}: {came}.")
-        self._crossing = {i for i, _ in crossing}
+            raise ValueError(f"{NAME}: `momentum`: None, expected {remedy}: {came}.")
 
     def _assign_steps(self) -> None:
         """Moments bring the counter that is theirs; others go on from one of the same things."""
-        brought: dict[Keys, Keys] = {}
-        for i, j in self._assigned.items():
-            if self._like[i].role == "moment":
-                brought.setdefault(self._like[i].owner, self._old[j].owner)
-        clocks = {x.owner: x.clock for x in self._old}
-        news, olds = (
-            _grouped(x, lambda x: x.kind if x.role == "step" else None, ())
-            for x in (self._like, self._old)
+        news, steps = (
+            [x for x in _from_outside(state) if x.role == "step"]
+            for state in (self._like, self._old)
         )
-        ranks = {j: (kind, k) for kind, steps in olds.items() for k, j in enumerate(steps)}
-
-        def likeness(i: int, kind: str, k: int, j: int) -> tuple[float, ...]:
-            new, old = self._like[i], self._old[j]
-            owner = brought.get(new.owner)
-            clock = new.clock if owner is None else clocks[owner]
-            same = (old.clock == clock, old.seen == new.seen, ranks[j][0] == kind)
-            return (old.owner == owner, *same, -abs(ranks[j][1] - k))
-
-        for kind, steps in news.items() if ranks else ():
-            for k, i in enumerate(steps):
-                self._assigned[i] = max(ranks, key=functools.partial(likeness, i, kind, k))
+        free = {x.position for x in steps}
+        for new in news if steps else ():
+            moment = self._brought.get(new.owner)
+            owner, clock = getattr(moment, "owner", None), (moment or new).clock
+            like = (owner, clock, new.seen, new.kind, True)
+            of_steps = ((x.owner, x.clock, x.seen, x.kind, x.position in free) for x in steps)
+            alike = [[*map(operator.eq, of_step, like)] for of_step in of_steps]
+            step = steps[alike.index(max(alike))]
+            if step.kind == new.kind:
+                free.discard(step.position)
+            self._assigned[new.position] = step
 
     # ---- what a leaf is made of ----------------------------------------------------------------
 
-    def _source(self, i: int, leaf: StateLeaf) -> Source:
-        j = self._assigned.get(i)
-        is_open = j is not None and leaf.field == MW and leaf.unit not in CERTAIN
-        if self._is_reset(leaf) or (self._momentum == RESET and (is_open or i in self._crossing)):
+    def _source(self, leaf: StateLeaf) -> Source:
+        old = self._assigned.get(leaf.position)
+        is_open = old is not None and leaf.field == MW and leaf.unit not in CERTAIN
+        crosses = is_open or leaf.position in self._crossing
+        if self._is_reset(leaf) or (self._momentum == RESET and crosses):
             return Source(RESET, (), IDENTITY if leaf.is_basis else "")
-        if j is None and leaf.field == "count":  # optax counts once
+        if old is None and leaf.field == "count":  # optax counts once
             window = _meaning(leaf._replace(field="mini_step"))
-            j = next((j for j, x in enumerate(self._old) if _meaning(x) == window), None)
-        if j is None:
+            old = next((x for x in self._old if _meaning(x) == window), None)
+        if old is None:
             return self._new(leaf)
-        old = self._old[j]
         if old.array.shape != leaf.array.shape:
             if leaf.kind and leaf.role in ("like", "measured"):
                 return self._new(leaf)
             came = f"shape {tuple(old.array.shape)}, expected {tuple(leaf.array.shape)}"
-            where = checks.at(old.at)
-            raise ValueError(f"{self._function}: `old` does not match `like`{where}: {came}.")
+            raise ValueError(f"{NAME}: `old` does not match `like`{checks.at(old.at)}: {came}.")
         if leaf.role == "sum" and leaf.name != old.name:  # optax has the mean of a window
             how, field = (MEAN, "count") if leaf.name == "acc_grads" else (SUM, "mini_step")
-            return Source(CONVERTED, (j, self._numbers[old.owner, field]), how)
-        is_kept = forms.is_form_of(old.array, leaf.array)
-        return Source(KEPT if is_kept else CONVERTED, (j,))
+            return Source(CONVERTED, (old, self._numbers[old.owner, field]), how)
+        was, now = (forms.form_of(x.array) for x in (old, leaf))
+        if was == now:
+            return Source(KEPT, (old,))
+        said = f"{was[0]} to {now[0]}" if was[0] != now[0] else f"{now[0]} in other blocks"
+        return Source(CONVERTED, (old,), said)
 
     def _new(self, leaf: StateLeaf) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
         is_array = all(map(checks.is_array, jax.tree.leaves(leaf.array)))
         if leaf.role == "weights":
-            j = self._masters.get(leaf.keys)
-            if j is not None or self._has_params or not is_array:
-                return Source(OF_WEIGHTS, () if j is None else (j,))
+            if copy := self._masters.get(leaf.keys):
+                return Source(OF_WEIGHTS, (copy,), "the float32 copies")
+            if self._has_params or not is_array:
+                return Source(OF_WEIGHTS, (), "the parameters")
         if is_array:
             return Source(FROM_LIKE)
         if leaf.is_basis:
@@ -339,33 +332,23 @@ class Matcher:
             return Source(ZERO)
         problem = "the shape of a part that `old` does not have, and that starts at unknown numbers"
         remedy = "expected arrays: `like=tx.init(params)`"
-        raise ValueError(f"{self._function}: `like`{checks.at(leaf.at)}: {problem}, {remedy}.")
+        raise ValueError(f"{NAME}: `like`{checks.at(leaf.at)}: {problem}, {remedy}.")
 
     # ---- what is said of it --------------------------------------------------------------------
 
-    def _detail(self, leaf: StateLeaf, source: Source) -> str:
-        if source.how:
-            return source.how
-        if source.what == OF_WEIGHTS:
-            return "the float32 copies" if source.old else "the parameters"
-        if source.what != CONVERTED:
-            return ""
-        was, now = map(forms.description, (self._old[source.old[0]].array, leaf.array))
-        return f"{was} to {now}" if was != now else f"{now} in other blocks"
-
-    def _unused(self, made: Sequence[tuple[StateLeaf, Source]]) -> Iterator[StateLeaf]:
+    def _unused(self, made: Made) -> Iterator[StateLeaf]:
         """What the new state has no place for. Of counters of one thing one is enough."""
-        used = {j for _, source in made for j in source.old}
-        counted = {self._old[j].clock for j in used if self._old[j].role == "step"}
+        used = {x.position for _, source in made for x in source.old}
+        counted = {x.clock for x in self._old if x.role == "step" and x.position in used}
         reset = {(x.field, x.keys) for x, source in made if source.what == RESET}
-        for j, x in enumerate(self._old):
+        for x in self._old:
             is_said = x.role == "measured" or (x.role == "step" and x.clock in counted)
-            if not (x.array is None or j in used or is_said or (x.field, x.keys) in reset):
+            if not (x.position in used or is_said or (x.field, x.keys) in reset):
                 yield x
 
-    def _check_something_fits(self, made: Sequence[tuple[StateLeaf, Source]]) -> None:
+    def _check_something_fits(self, made: Made) -> None:
         """Something is kept or reset; and some moments or weights, where both states have some."""
-        states = [x for x in self._old if x.array is not None], [x for x, _ in made]
+        states = self._old, self._like
         kept = [x for x, source in made if source.old or source.what == RESET]
         moments = [[x for x in state if x.role == "moment"] for state in states]
         if all(moments):
@@ -376,11 +359,11 @@ class Matcher:
                 ", ".join(x.called or "arrays" for x in (of or state)[:3]) for of, state in both
             )
             raise ValueError(
-                f"{self._function}: `old`: {came}, none of which `like` would keep, expected "
+                f"{NAME}: `old`: {came}, none of which `like` would keep, expected "
                 f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
             )
 
-    def _notes(self, made: Sequence[tuple[StateLeaf, Source]]) -> Iterator[str]:
+    def _notes(self, made: Made) -> Iterator[str]:
         """What an account says beside its lines: what the new optimizer makes of the state."""
         firsts = {x.keys for x, _ in made if x.field == MW}
         begun = [x for x, s in made if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts]
@@ -389,7 +372,7 @@ class Matcher:
         units: dict[tuple[str, str], list[StateLeaf]] = {}
         for x, s in made:
             if x.field in (MW, VW) and s.old:
-                units.setdefault((self._old[s.old[0]].unit, x.unit), []).append(x)
+                units.setdefault((s.old[0].unit, x.unit), []).append(x)
         for (was, now), leaves in units.items():
             said = _KEPT if was != now else _ALIKE
             is_open = leaves[0].field == MW and now not in CERTAIN and self._momentum is None
@@ -400,26 +383,19 @@ class Matcher:
 def _meaning(leaf: StateLeaf) -> Any:
     """By which leaves of two states are the same thing; None for counters of updates."""
     of_params = leaf.role in ("moment", "weights", "factors")
-    owner = frozenset() if of_params else leaf.seen
-    return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, owner)
+    seen = frozenset() if of_params else leaf.seen
+    return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, seen)
 
 
-def _without_owner(leaf: StateLeaf) -> Any:
+def _without_seen(leaf: StateLeaf) -> Any:
     """The same without the parameters that a wrapper sees; a window of gradients begins anew."""
     no_other = leaf.role in ("step", "moment") or leaf.kind == ACCUMULATE
     return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)
 
 
-def _grouped(
-    state: Sequence[StateLeaf], by: _Meaning, without: Collection[int]
-) -> dict[Any, list[int]]:
-    """Positions by a meaning, from the outside in: files sort the fields of a state."""
-    groups: dict[Any, list[int]] = {}
-    for i, x in sorted(enumerate(state), key=lambda both: len(both[1].owner)):
-        key = None if x.array is None or i in without else by(x)
-        if key is not None:
-            groups.setdefault(key, []).append(i)
-    return groups
+def _from_outside(state: Sequence[StateLeaf]) -> list[StateLeaf]:
+    """From the outside in, since files sort the fields of a state."""
+    return sorted(state, key=lambda x: len(x.owner))
 
 
 def _names(leaves: Sequence[StateLeaf]) -> str:

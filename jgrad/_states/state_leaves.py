@@ -6,6 +6,7 @@ of the fields instead: of these this file knows some names. All others are someb
 """
 
 import collections
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
+NAME = "carry_over"
 Keys = tuple[str, ...]
 
 MOMENTS, ADAFACTOR, ACCUMULATE, MASTER = "moments", "adafactor", "accumulate", "master"
@@ -35,9 +37,7 @@ OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
 
 # Fields that hold the state of what is inside, in jgrad and in optax.
 _LABELED = "inner_states"  # of a partition: a state for each label
-_INSIDE = (
-    *("inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"),
-)
+_INSIDE = "inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"
 # States of optax, and the fields that tell them.
 _MOMENTS = {"mu": MW, "trace": MW, "ema": MW, "nu": VW}
 _OF_MOMENTS = FieldRoles(
@@ -66,19 +66,20 @@ _VALUE = "value"
 
 
 class StateLeaf(NamedTuple):
-    """One leaf of a state.
+    """One leaf of a state, which is not None.
 
     Attributes:
       kind: of the wrapper or optimizer that it belongs to.
       field: its meaning there, by the names of jgrad.
       role: what it holds.
       keys: the path of its parameter; () for a number of all.
-      array: that, its shape, `Blocks`, or None.
+      array: that, its shape, or `Blocks`.
       path: of it in the state.
       name: of the field, as it came.
       owner: the path of the state of which it is a field.
       clock: the number of accumulations around. Inside of one updates are counted, around it
         mini-batches.
+      position: among the leaves of the state, of which some are None.
       unit: what a moment holds.
       seen: the paths of the parameters that its owner sees, by `with_seen`.
     """
@@ -92,6 +93,7 @@ class StateLeaf(NamedTuple):
     name: str
     owner: Keys
     clock: int
+    position: int = 0
     unit: str = ""
     seen: frozenset[Keys] = frozenset()
 
@@ -126,22 +128,19 @@ class StateLeaf(NamedTuple):
 
 def read(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in the order of `trees.flatten`."""
+    rows = ((x, y) for x in _fields(state) for y in variables.named_leaves(x.array, trees.is_leaf))
     leaves = [
-        x._replace(path=(*x.path, *path), keys=(*x.keys, *keys_of(name)), array=leaf)
-        for x in _fields(state)
-        for path, name, leaf in variables.named_leaves(x.array, trees.is_leaf)
+        x._replace(position=i, path=(*x.path, *path), keys=(*x.keys, *keys_of(name)), array=array)
+        for i, (x, (path, name, array)) in enumerate(rows)
+        if array is not None
     ]
-    moments = {
-        (x.owner, x.keys, x.field): x.array
-        for x in leaves
-        if x.role == "moment" and x.array is not None
-    }
+    moments = {(x.owner, x.keys, x.field): x.array for x in leaves if x.role == "moment"}
     factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
     in_bases = {(x.owner, k) for x in leaves if x.role == "factors" for k in x.owners_keys}
 
     def with_unit(x: StateLeaf) -> StateLeaf:
         """NorMuon's and SOAP's second moments measure another thing than Adam's."""
-        if x.role != "moment" or x.array is None:
+        if x.role != "moment":
             return x
         first, second = (moments.get((x.owner, x.keys, field)) for field in (MW, VW))
         field = IN_BASES if (x.owner, x.keys) in in_bases else VW
@@ -166,17 +165,18 @@ def with_seen(leaves: Sequence[StateLeaf]) -> list[StateLeaf]:
     below: dict[Keys, set[Keys]] = {(): set()}  # at and below a path
     sizes: dict[Keys, str] = {}
     for x in leaves:
-        if x.role in OF_PARAMETERS and x.array is not None:
+        if x.role in OF_PARAMETERS:
             for end in range(len(x.owner) + 1):
                 below.setdefault(x.owner[:end], set()).add(x.keys)
-        elif not (x.keys or x.array is None) and x.array.shape:
+        elif not x.keys and x.array.shape:
             sizes[x.owner] = f"{sizes.get(x.owner, '')} {x.name} {x.array.shape}"
-    seen: dict[Keys, frozenset[Keys]] = {}
-    for owner in dict.fromkeys(x.owner for x in leaves):
-        ends = (owner[:end] for end in range(len(owner), -1, -1))
-        seen[owner] = frozenset(next(below[end] for end in ends if end in below))
+
+    @functools.cache
+    def seen(owner: Keys) -> frozenset[Keys]:
+        return frozenset(below[owner]) if owner in below else seen(owner[:-1])
+
     return [
-        x._replace(seen=seen[x.owner], unit=x.unit if x.keys else x.unit + sizes.get(x.owner, ""))
+        x._replace(seen=seen(x.owner), unit=x.unit if x.keys else x.unit + sizes.get(x.owner, ""))
         for x in leaves
     ]
 
@@ -234,7 +234,9 @@ def _fields(
             continue
         field = "step" if role == "step" else fields.names.get(name, name)
         time = inside if role == "step" else clock
-        yield StateLeaf(fields.kind, field, role, (), child, here, name, keys_of(path), time, unit)
+        yield StateLeaf(
+            fields.kind, field, role, (), child, here, name, keys_of(path), time, 0, unit
+        )
 
 
 def _links(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> Sequence[PyTree]:
@@ -277,7 +279,7 @@ def _fields_of(node: PyTree, names: set[str]) -> FieldRoles | None:
 
 
 def renamed(
-    function: str, old: Sequence[StateLeaf], like: Sequence[StateLeaf], rename: Mapping[str, str]
+    old: Sequence[StateLeaf], like: Sequence[StateLeaf], rename: Mapping[str, str]
 ) -> list[StateLeaf]:
     """The leaves of the old state by their new paths; of prefixes of a path the longest counts.
 
@@ -287,11 +289,8 @@ def renamed(
     is_mapping = isinstance(rename, Mapping)
     if not (is_mapping and all(isinstance(x, str) for both in rename.items() for x in both)):
         expected = "a mapping of old paths to new ones, keys joined by slashes"
-        raise TypeError(f"{function}: `rename`: {rename!r}, expected {expected}.")
-    rules = {
-        _there(function, "old", was, old): _there(function, "like", now, like)
-        for was, now in rename.items()
-    }
+        raise TypeError(f"{NAME}: `rename`: {rename!r}, expected {expected}.")
+    rules = {_there("old", was, old): _there("like", now, like) for was, now in rename.items()}
     known = {(x.shown, x.keys) for x in like}
     if not rules and all((x.shown, x.keys) in known for x in old):
         return list(old)
@@ -309,11 +308,10 @@ def renamed(
             keys = plain if is_there else likes.get((leaf.shown, plain), keys)
         new.append(leaf._replace(keys=keys))
         meaning = (leaf.owner, leaf.name, keys)
-        was = leaf.keys if leaf.array is None else seen.setdefault(meaning, leaf.keys)
-        if keys and was != leaf.keys:
+        if keys and (was := seen.setdefault(meaning, leaf.keys)) != leaf.keys:
             came = " and ".join(map("/".join, (was, leaf.keys)))
             expected = f"one leaf for {'/'.join(keys)}"
-            raise ValueError(f"{function}: `rename`: {came}, expected {expected}.")
+            raise ValueError(f"{NAME}: `rename`: {came}, expected {expected}.")
     return new
 
 
@@ -328,9 +326,9 @@ def _variables(state: Sequence[StateLeaf]) -> dict[tuple[str, Keys], Keys]:
     return {path: x for path, x in ends.items() if below[path] == 1}
 
 
-def _there(function: str, name: str, text: str, state: Sequence[StateLeaf]) -> Keys:
+def _there(name: str, text: str, state: Sequence[StateLeaf]) -> Keys:
     """The path of one leaf or subtree at least; that of a variable may end in `value`."""
-    known = {x.keys for x in state if x.array is not None and x.keys}
+    known = {x.keys for x in state if x.keys}
     path = tuple(text.split("/"))
     if any(keys[: len(path)] == path for keys in known):
         return path
@@ -339,19 +337,13 @@ def _there(function: str, name: str, text: str, state: Sequence[StateLeaf]) -> K
         return variable
     shown = ", ".join(sorted("/".join(keys) for keys in known)[:_SHOWN])
     what = f"no such path in `{name}`, expected one such as {shown}"
-    raise ValueError(f"{function}: `rename`: {text}: {what}.")
+    raise ValueError(f"{NAME}: `rename`: {text}: {what}.")
 
 
-def chosen(
-    function: str,
-    reset: PyTree | Callable[[PyTree], PyTree],
-    params: PyTree,
-    like: PyTree,
-) -> set[Keys]:
+def chosen(reset: PyTree | Callable[[PyTree], PyTree], params: PyTree, like: PyTree) -> set[Keys]:
     """The paths of the leaves that a mask chooses.
 
     Args:
-      function: whose errors they are.
       reset: the mask; True for all leaves.
       params: parameters or shapes, packed or not; or None.
       like: the new state, not packed, whose moments stand for parameters that are None.
@@ -363,5 +355,5 @@ def chosen(
     tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
         reset = reset(tree)
-    flags = checks.bools(ArgLeaves.from_prefix(function, "reset", reset, "params", tree))
+    flags = checks.bools(ArgLeaves.from_prefix(NAME, "reset", reset, "params", tree))
     return {keys for (keys, _), flag in zip(leaves_of(tree), flags, strict=True) if flag}

@@ -1,7 +1,6 @@
 """The sharding of each array of a state, for parameters on a mesh."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -147,7 +146,13 @@ class _Shardings:
         """The sharding of each array of a state."""
 
         def of_node(path: KeyPath, x: Leaf) -> Leaf:
-            return self._of_packed(path, x) if packing.is_packed(x) else self._of_array(path, x)
+            if packing.is_packed(x):
+                return self._of_packed(path, x)
+            is_factor = any(getattr(key, "name", None) == _FACTORS for key in path[:-1])
+            ends = (path[:-1], path[:-2]) if is_factor else (path,)
+            params = (p for p in map(self._followed, ends) if isinstance(p, _Sharded))
+            param = next(params, None)
+            return self._like(_of_factor(param, x.shape) if param and is_factor else param, x)
 
         def is_leaf(x: PyTree) -> bool:
             return packing.is_packed(x) or (x is not None and trees.is_leaf(x))
@@ -159,32 +164,24 @@ class _Shardings:
         ends = (path[start:] for start in range(len(path) + 1))
         return next((self.params[end] for end in ends if end in self.params), None)
 
-    def _of_array(self, path: KeyPath, x: Leaf) -> Leaf:
-        if any(getattr(key, "name", None) == _FACTORS for key in path[:-1]):
-            ends = (self._followed(path[:-1]), self._followed(path[:-2]))
-            param = next((p for p in ends if isinstance(p, _Sharded)), None)
-            followed = None if param is None else _of_factor(param, x.shape)
-            return self._like(followed, x, rows_only=False)
-        param = self._followed(path)
-        return self._like(param if isinstance(param, _Sharded) else None, x, rows_only=False)
-
     def _of_packed(self, path: KeyPath, packed: Packed[Any]) -> Packed[Any]:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
         params, layout = self._followed(path), packed.layout
-        shardings = {}
+        shardings = dict.fromkeys(packed.buffers)
         for name, buffer in packed.buffers.items():
             leaf = layout.unpacked_leaf(name)
+            if buffer is None:
+                continue
             if packing.is_packed(params):
                 followed = params.buffers.get(name)
                 if leaf is None:  # moments of some leaves alone have fewer rows
-                    followed = _with_rows_of(followed, buffer)
+                    followed = _with_rows_of(followed, buffer.shape)
             else:
                 followed = None if leaf is None else self.leaves[leaf]
-            like = functools.partial(self._like, followed, rows_only=leaf is None)
-            shardings[name] = None if buffer is None else like(buffer)
+            shardings[name] = self._like(followed, buffer, rows_only=leaf is None)
         return Packed(shardings, layout)
 
-    def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool) -> Leaf:
+    def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool = False) -> Leaf:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if isinstance(x, Blocks):
             array = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -192,21 +189,21 @@ class _Shardings:
             return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))
         if isinstance(x, Factors):
             return Factors(*(self._like(followed, of, rows_only=rows_only) for of in x))
-        followed = None if followed is None else _without_axes(followed, x.shape)
-        if followed is None or followed.shape != x.shape:
+        sharding = None if followed is None else _fitted(followed, x.shape)
+        if sharding is None:
             return self.replicated
-        return _sharded_further(followed.sharding, x.shape, self.axes, rows_only=rows_only)
+        return _sharded_further(sharding, x.shape, self.axes, rows_only=rows_only)
 
 
-def _without_axes(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
-    """The same sharding for an array that has one number for each index of some axes."""
-    sizes = list(zip(shape, followed.shape, strict=False))
-    fits = len(followed.shape) == len(shape) and all(a in (b, 1) for a, b in sizes)
-    if followed.shape == shape or not fits:
-        return followed
-    sharding = followed.sharding
+def _fitted(followed: _Sharded, shape: tuple[int, ...]) -> NamedSharding | None:
+    """The same for an array that has one number for each index of some axes; None for others."""
+    sharding, sizes = followed.sharding, list(zip(shape, followed.shape, strict=False))
+    if followed.shape == shape:
+        return sharding
+    if len(followed.shape) != len(shape) or not all(a in (b, 1) for a, b in sizes):
+        return None
     axes = [x if a == b else None for x, (a, b) in zip(sharding.spec, sizes, strict=False)]
-    return _Sharded(shape, NamedSharding(sharding.mesh, _spec(axes)))
+    return NamedSharding(sharding.mesh, _spec(axes))
 
 
 def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
@@ -228,15 +225,15 @@ def _names(x: _Axes) -> tuple[str, ...]:
     return x if isinstance(x, tuple) else () if x is None else (x,)
 
 
-def _with_rows_of(followed: _Sharded | None, buffer: Leaf) -> _Sharded | None:
+def _with_rows_of(followed: _Sharded | None, shape: tuple[int, ...]) -> _Sharded | None:
     """The same sharding for a buffer of another number of rows, if they can be divided so."""
-    if followed is None or buffer is None or followed.shape[1:] != buffer.shape[1:]:
+    if followed is None or followed.shape[1:] != shape[1:]:
         return followed
     try:
-        followed.sharding.shard_shape(buffer.shape)
+        followed.sharding.shard_shape(shape)
     except ValueError:
         return followed
-    return dataclasses.replace(followed, shape=buffer.shape)
+    return _Sharded(shape, followed.sharding)
 
 
 def _sharded_further(

@@ -173,14 +173,6 @@ def is_array(x: Leaf) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def is_nothing(x: Leaf, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether a place in a state is empty: None, or what stood there in states of 0.5 and before.
-
-    That was an array of shape (0,), where an array of `shape` could have been.
-    """
-    return x is None or getattr(x, "shape", None) == (0,) != shape
-
-
 def is_numeric(x: Leaf) -> bool:
     """An array of numbers or bools."""
     return is_array(x) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == jnp.bool_)

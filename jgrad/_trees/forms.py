@@ -1,11 +1,7 @@
 """The other forms of an array, each a leaf for this library: in 8 bits, or by rows and columns."""
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
@@ -13,66 +9,7 @@ SIZE = 256  # elements of a block; each row of a packed buffer is one
 SMALLEST = 4096
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Form:
-    """How an array is written, as far as the arrays of `Blocks` do not say it; static.
-
-    No shapes: those that `jax.vmap` and `jax.shard_map` show are others than those outside.
-
-    Attributes:
-      codec: a `_quantized.codec.Codec`; None for the one that the dtype of the codes names, as in
-        files of 0.6 and before, which name no other.
-      axis: along which blocks lie, counted from the last, -1; None for the last axis where that is
-        a multiple of `size`, else the flattened array or layer.
-      size: elements of a block.
-      padding: codes at the end of the last axis that fill up a byte.
-    """
-
-    codec: Any = None
-    axis: int | None = None
-    size: int = SIZE
-    padding: int = 0
-
-    @functools.cached_property
-    def _unnamed(self) -> tuple[Any, ...]:
-        """What the dtype of the codes does not say."""
-        codec = None if self.codec is None or self.codec.is_named_by_dtype else self.codec
-        return codec, self.axis, self.size, self.padding
-
-    # Structures of trees are compared by it. So moments of both kinds have one structure, as they
-    # had when the dtype said everything, and so have `Blocks(codes, scale)` that a user made.
-    # JAX also compares dtypes before it takes two calls of a compiled function for equal.
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Form) and self._unnamed == other._unnamed)
-
-    def __hash__(self) -> int:
-        return hash(self._unnamed)
-
-    def __repr__(self) -> str:
-        axis = "" if self.axis is None else f" along axis {self.axis}"
-        name = "" if self.codec is None else f"{self.codec.name}, "
-        return f"{name}blocks of {self.size}{axis}"
-
-    def __reduce__(self) -> tuple[Callable[..., "Form"], tuple[Any, ...]]:
-        return Form, self._unnamed
-
-    @property
-    def is_named_by_dtype(self) -> bool:
-        """Whether it is one of those of 0.6 and before, of which files say nothing."""
-        return self == _OF_FILES
-
-
-_OF_FILES = Form()
-
-
-class _Arrays(NamedTuple):
-    codes: jax.Array
-    scale: jax.Array
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Blocks(_Arrays):
+class Blocks(NamedTuple):
     """An array in 8 bits, with a code for each element and a scale for each block of 256.
 
         element = decode(code) scale
@@ -86,7 +23,6 @@ class Blocks(_Arrays):
         (..., n / 256) where the last axis n is a multiple of 256; else (blocks,) of the flattened
         array, or where layers are stacked (..., blocks), with the size of each stacked axis and 1
         for each other one.
-      form: static: the codec, and where blocks lie. Without it, as the dtype of the codes says.
 
     Example:
       >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
@@ -98,13 +34,8 @@ class Blocks(_Arrays):
       'float32'
     """
 
-    form: Form = _OF_FILES
-
-    def __new__(cls, codes: Any, scale: Any, form: Form = _OF_FILES) -> "Blocks":
-        # JAX and its users put objects of all kinds in the place of the arrays.
-        self = super().__new__(cls, codes, scale)
-        self.form = form
-        return self
+    codes: Any  # arrays, or what JAX and its users put in their place
+    scale: Any
 
     def __repr__(self) -> str:
         # Of kinds and shapes: nobody reads codes, and states are printed with many of them.
@@ -113,38 +44,13 @@ class Blocks(_Arrays):
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
-        codec, shape = self.form.codec, self.codes.shape
-        if codec is None or codec.per_byte == 1:
-            return shape
-        return (*shape[:-1], shape[-1] * codec.per_byte - self.form.padding)
+        shape: tuple[int, ...] = self.codes.shape
+        return shape
 
     @property
     def dtype(self) -> Any:
         """That of the codes."""
         return self.codes.dtype
-
-    def _replace(self, **arrays: Any) -> "Blocks":
-        new = super()._replace(**arrays)
-        return Blocks(new.codes, new.scale, self.form)
-
-    __replace__ = _replace
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Form]:
-        return tuple(zip(_KEYS, self, strict=True)), self.form
-
-    def tree_flatten(self) -> tuple[Any, Form]:
-        return tuple(self), self.form
-
-    @classmethod
-    def tree_unflatten(cls, form: Form, arrays: Any) -> "Blocks":
-        codes, scale = arrays
-        return cls(codes, scale, form)
-
-    # As `Blocks(codes, scale)` has always been pickled, where that says everything.
-
-    def __reduce__(self) -> tuple[Callable[..., "Blocks"], tuple[Any, ...]]:
-        form = () if self.form.is_named_by_dtype else (self.form,)
-        return Blocks, (*self, *form)
 
 
 def in_short(x: Any) -> str:
@@ -152,8 +58,6 @@ def in_short(x: Any) -> str:
     is_array = hasattr(x, "dtype") and hasattr(x, "shape")
     return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 
-
-_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in Blocks._fields)
 
 Blocks.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
@@ -178,7 +82,7 @@ class Factors(NamedTuple):
       ((1, 256), (512, 1), (512, 256), (256,))
     """
 
-    rows: Any  # arrays, or what JAX and its users put in their place
+    rows: Any
     columns: Any
 
     @property

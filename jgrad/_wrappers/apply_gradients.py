@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import jax
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
@@ -12,7 +13,7 @@ from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
 from jgrad._trees.told import telling
 from jgrad._trees.trees import PyTree
-from jgrad._wrappers import inside, parameters
+from jgrad._wrappers import inside
 
 _NAME = "apply_gradients"
 
@@ -92,4 +93,4 @@ def apply_gradients(
 
 def _added(update: jax.Array, w: jax.Array) -> tuple[jax.Array]:
     """The new weight; in float32 for half precision, which a TPU has no arithmetic for."""
-    return ((parameters.wide(w) + parameters.wide(update)).astype(w.dtype),)
+    return ((numerics.wide(w) + numerics.wide(update)).astype(w.dtype),)

@@ -227,7 +227,7 @@ def holds_shards(state: PyTree, inputs: Inputs) -> bool:
     buffers = zip(inputs.reference.leaves, inputs.specs, strict=True)
     shapes = {x.shape for x, spec in buffers if spec.is_buffer}
     return any(
-        spec.shape in shapes and not checks.is_nothing(x) and x.shape != spec.shape
+        spec.shape in shapes and x is not None and x.shape != spec.shape
         for x, spec in zip(trees.flatten(state)[0], array_spec.specs(state), strict=True)
         if spec.is_buffer and not spec.is_unpacked
     )

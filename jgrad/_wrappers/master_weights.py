@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
@@ -84,7 +85,7 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 
     def init(params: PyTree) -> MasterState:
         checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
-        master = trees.map_leaves(lambda p: parameters.wide(p) if _is_half(p) else None, params)
+        master = trees.map_leaves(lambda p: numerics.wide(p) if _is_half(p) else None, params)
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
@@ -134,8 +135,8 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:
     """What takes a parameter to its copy, rounded."""
     # From -60000 to 60000 is more than the largest float16: the next step does the rest.
-    rounded = parameters.wide(copy.astype(p.dtype))
-    far, largest = rounded - parameters.wide(p), float(jnp.finfo(p.dtype).max)
+    rounded = numerics.wide(copy.astype(p.dtype))
+    far, largest = rounded - numerics.wide(p), float(jnp.finfo(p.dtype).max)
     near = jnp.clip(far, -largest, largest)
     # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
     return jnp.where(jnp.isinf(rounded), far, near)
@@ -148,7 +149,7 @@ def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def followed(
         u: jax.Array, p: jax.Array, copy: jax.Array, *flag: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        new = parameters.wide(copy) + parameters.wide(u)
+        new = numerics.wide(copy) + numerics.wide(u)
         new = new if clips is None else kept(copy.dtype, clips)(new, copy, *flag)
         return new, _to_follow(new, p)
 
@@ -159,10 +160,9 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     """A copy of each half-precision parameter that is updated, and of no float32 one."""
     half = [p if _is_half(p) else None for p in inputs.reference.leaves]
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
-        is_there = not checks.is_nothing(copy, getattr(p, "shape", None))
-        if p is None and is_there:
+        if p is None and copy is not None:
             expected = "None for a parameter that needs no copy"
-        elif not (p is None or is_there or inputs.g[i] is None):
+        elif p is not None and copy is None and inputs.g[i] is not None:
             expected = f"a float32 copy of a parameter of {p.dtype}"
         else:
             continue

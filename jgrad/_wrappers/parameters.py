@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Then, in_float32, made_of
@@ -34,7 +33,7 @@ def applied(params: PyTree, updates: PyTree, then: Then | None = None) -> PyTree
         new = None if then is None else then.new_weight(u)
         if new is not None and new.dtype == jnp.float32:
             return new
-        return (wide(p) + wide(u)).astype(jnp.result_type(p))
+        return (numerics.wide(p) + numerics.wide(u)).astype(jnp.result_type(p))
 
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
 
@@ -56,11 +55,6 @@ def copies(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) 
     None where `where` is False.
     """
     return trees.map_leaves(
-        lambda p: numerics.strong(jnp.array(wide(p), copy=True)) if where(p) else None, params
+        lambda p: numerics.strong(jnp.array(numerics.wide(p), copy=True)) if where(p) else None,
+        params,
     )
-
-
-def wide(x: ArrayLike) -> jax.Array:
-    """An inexact array in float32 or wider, any other as it is."""
-    x = jnp.asarray(x)
-    return numerics.widen(x, numerics.real_dtype(x)) if checks.is_inexact(x) else x

@@ -187,7 +187,7 @@ def _largest(rates: Sequence[Any], dtype: DTypeLike) -> jax.Array:
 
 
 def _difference(x: jax.Array, w: jax.Array) -> jax.Array:
-    return x - parameters.wide(w)
+    return x - numerics.wide(w)
 
 
 def _weight(

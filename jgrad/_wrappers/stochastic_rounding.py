@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import leafwise
+from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call
 from jgrad._inputs.around import Rest, Then, in_float32, made_of
 from jgrad._inputs.inputs import Finished
@@ -231,6 +231,6 @@ def _wide(params: PyTree) -> PyTree:
     """What the transformation inside sees: float32 for bfloat16 parameters."""
 
     def wide(p: Any) -> Any:
-        return made_of(parameters.wide(p), in_float32, p) if _is_rounded(p) else p
+        return made_of(numerics.wide(p), in_float32, p) if _is_rounded(p) else p
 
     return trees.map_leaves(wide, params)

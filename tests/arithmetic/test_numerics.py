@@ -76,7 +76,7 @@ def test_safe_sqrt():
 def test_working_dtype(dtype, real, x64):
     x = jnp.ones(2, dtype)
     assert numerics.real_dtype(x) == real
-    wide = numerics.widen(x, numerics.real_dtype(x))
+    wide = numerics.wide(x)
     assert jnp.iscomplexobj(wide) == jnp.iscomplexobj(x)
     assert jnp.finfo(wide.dtype).bits == jnp.finfo(real).bits
 

@@ -1,8 +1,5 @@
 """States of earlier versions fit this one, and lead to the same next step."""
 
-import pickle
-from typing import Any, NamedTuple
-
 import chex
 import jax
 import numpy as np
@@ -29,48 +26,41 @@ def written():
                 yield pytest.param(name, file, id=f"{name}-{file.stem}")
 
 
-@pytest.mark.slow(always=["lamb-states_0.6.0-as of today"])
-@pytest.mark.parametrize("form", ["as it was", "as of today"])
-@pytest.mark.parametrize(("name", "file"), list(written()))
-def test_golden_checkpoint(file, name, form):
-    """Every array under the path where it was, in its dtype, and none beside; then one step.
+WRITTEN = list(written())
 
-    Until 0.5 an empty array was where None is now: a pickle brings it back, and the state keeps its
-    structure; orbax and others, which restore into a new state, bring None.
-    """
-    arrays = golden.with_new_names(dict(np.load(file)))
+
+@pytest.mark.slow(always=["lamb-states_1.0.0"])
+@pytest.mark.parametrize(("name", "file"), WRITTEN)
+def test_golden_checkpoint(file, name):
+    """Every array under the path where it was, in its dtype, and none beside; then one step."""
+    arrays = dict(np.load(file))
     tx, w = golden.TRANSFORMATIONS[name](), golden.weights(name)
     today = tx.init(w)
-    like = golden.as_in_11(name, today, arrays)
-    state = golden.with_stand_ins(f"{name}/state", like, arrays)
+    state = golden.as_in_11(name, today, arrays)
     w = golden.like(f"{name}/weights", w, arrays)
     found = golden.like(f"{name}/state", state, arrays)
     assert any(
         np.any(a != b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
     )
     expected = golden.like(f"{name}/next_state", state, arrays)
-    if form == "as of today":
-        found, expected = golden.without_stand_ins((found, expected))
-    if like is not today:
+    if state is not today:
         found, expected = (
-            jgrad.carry_over(x, like=today, strict=form != "as it was")[0]
-            for x in (found, expected)
+            jgrad.carry_over(x, like=today, strict=True)[0] for x in (found, expected)
         )
     w, state = golden.step(tx, w, found, golden.gradient(2, name), name)
     gap = golden.gap(name)
     chex.assert_trees_all_close(w, golden.like(f"{name}/next_weights", w, arrays), rtol=gap)
     found, expected = unquantized((state, expected))
     chex.assert_trees_all_close(found, expected, rtol=gap, atol=1e-7)
-    if form == "as of today":
-        assert jax.tree.structure(state) == jax.tree.structure(tx.init(w))
+    assert jax.tree.structure(state) == jax.tree.structure(today)
 
 
 # The norm of the previous gradient is measured again.
-OF_1 = [x for x in written() if "states_1." in x.id and x.values[0] != "clip_of_previous"]
+KEPT = [x for x in WRITTEN if x.values[0] != "clip_of_previous"]
 
 
 @pytest.mark.slow(one_in=40)
-@pytest.mark.parametrize(("name", "file"), OF_1)
+@pytest.mark.parametrize(("name", "file"), KEPT)
 def test_golden_checkpoint_without_a_target(file, name):
     """`carry_over` finds the place of each array by what its path says, bit for bit."""
     arrays, tx = dict(np.load(file)), golden.TRANSFORMATIONS[name]()
@@ -89,51 +79,6 @@ def through_orbax(folder, state, like):
         checkpointer.save(folder / "state", state)
         checkpointer.wait_until_finished()
         return checkpointer.restore(folder / "state", like)
-
-
-def of_06(state):
-    """As docs/wrappers.md says: the state as checkpoints of 0.6 name its parts."""
-
-    def old(x):
-        return {"step": x.done, "inner": of_06(x.inner)} if is_rounding(x) else x
-
-    return jax.tree.map(old, state, is_leaf=is_rounding)
-
-
-def of_today(restored, like):
-    def new(x, y):
-        return type(x)(y["step"], of_today(y["inner"], x.inner)) if is_rounding(x) else y
-
-    return jax.tree.map(new, like, restored, is_leaf=is_rounding)
-
-
-class OldState(NamedTuple):
-    step: Any
-    inner: Any
-
-
-def is_rounding(x):
-    return isinstance(x, jgrad.StochasticState)
-
-
-@pytest.mark.slow
-def test_orbax_restores_what_stochastic_rounding_had_under_another_name(tmp_path):
-    """`done` was `step` up to 0.6."""
-    tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(jgrad.adam(0.1)))
-    w = golden.weights()
-    _, state = golden.step(tx, w, tx.init(w), golden.gradient(0))
-    old, like = state._replace(inner=OldState(*state.inner)), jax.eval_shape(tx.init, w)
-    again = of_today(through_orbax(tmp_path, old, of_06(like)), like)
-    assert_equal(again, state)
-
-
-def test_a_pickle_has_no_field_names():
-    """So that one of 0.6 is read: the state of a counter and what is inside, by their places."""
-    state = jgrad.stochastic_rounding(jgrad.adam(0.1)).init(golden.weights())
-    function, arguments, *rest = state.__reduce_ex__(5)
-    assert arguments == (jgrad.StochasticState, *state)
-    assert not any(rest)
-    assert pickle.loads(pickle.dumps(state)).done == function(*arguments).done
 
 
 def test_this_version_has_a_file():

@@ -180,7 +180,7 @@ def _stored(rule, old, steps, *, stochastic):
     def run(old):
         def body(moment, step):
             rounding = encoding.Rounding(step_keys(step), keys) if stochastic else None
-            return encoding.encoded(rule, [moment], own, moment.form.codec, rounding), None
+            return encoding.encoded(rule, [moment], own, codec.codec_of(moment), rounding), None
 
         return jax.lax.scan(body, old, jnp.arange(steps))[0]
 

@@ -222,23 +222,6 @@ def test_a_buffer_of_parameters_without_state_is_none():
     )
 
 
-def with_stand_ins(state):
-    """As 0.5 made it: an empty array for all parameters that have no state."""
-    empty = lambda x: jnp.zeros((0,)) if x is None else x
-    return jax.tree.map(empty, state, is_leaf=lambda x: x is None)
-
-
-def test_empty_arrays_of_earlier_versions():
-    """Each leaf has one of its own, for donation; packed like a state of today, they are None."""
-    state = master_weights()
-    old = with_stand_ins(state)
-    tree = jgrad.unpack(old)
-    assert_equal(jgrad.pack(tree, like=state), state)
-    assert_equal(jgrad.pack(tree, like=old), old)
-    assert tree.master["a"].shape == (0,)
-    jax.jit(lambda s: s, donate_argnums=0)(tree)
-
-
 def test_unpack_of_mapped_buffers():
     many = jax.vmap(jgrad.pack)(jnp.ones((2, 3)))
     message = (

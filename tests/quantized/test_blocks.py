@@ -1,4 +1,4 @@
-"""`Blocks` as a node of a tree: what is static in it, files of earlier versions, `Blocks` of a user."""
+"""`Blocks` as a node of a tree: its paths, files, and `Blocks` of a user."""
 
 import copy
 import functools
@@ -7,15 +7,13 @@ import pickle
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import serialization
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._quantized.codec import SIGNED, UNSIGNED, Codec, codec_of, of_moments
-from jgrad._trees.forms import Form
+from jgrad._quantized.codec import SIGNED, UNSIGNED, codec_of
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
@@ -39,27 +37,11 @@ def rewritten(state, f):
     )
 
 
-def body(x):
-    """The pickle of an object, without the mark of its protocol and the stop."""
-    return pickle.dumps(x, 2)[2:-1]
-
-
-def pickled_up_to_0_6(x, protocol):
-    """The bytes that a NamedTuple `jgrad.Blocks(codes, scale)` was."""
-    arrays = body(np.asarray(x.codes)) + body(np.asarray(x.scale)) + b"\x86"  # a pair
-    if protocol == 2:
-        return b"\x80\x02cjgrad\nBlocks\n" + arrays + b"\x81."  # Blocks.__new__(Blocks, *pair)
-    parts = b"cjgrad\nBlocks\nc__builtin__\ntuple\n" + arrays
-    return b"\x80\x02ccopy_reg\n_reconstructor\n" + parts + b"\x87R."  # tuple.__new__(Blocks, pair)
-
-
-# As files and users have made them, who name no codec.
+# As files and users have made them.
 OTHERS = {
     "by a user": lambda x: jgrad.Blocks(x.codes, x.scale),
     "by names": lambda x: jgrad.Blocks(scale=x.scale, codes=x.codes),
     "of a sequence": lambda x: jgrad.Blocks._make(tuple(x)),
-    "pickled by 0.6": lambda x: pickle.loads(pickled_up_to_0_6(x, 2)),
-    "pickled by 0.6, protocol 0": lambda x: pickle.loads(pickled_up_to_0_6(x, 0)),
     "pickled": lambda x: pickle.loads(pickle.dumps(x)),
     "copied": copy.deepcopy,
     "replaced": lambda x: x._replace(codes=x.codes),
@@ -68,7 +50,7 @@ OTHERS = {
 
 @pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("made", OTHERS.values(), ids=OTHERS)
-def test_a_state_without_a_codec_is_the_state(made):
+def test_a_state_of_a_user_is_the_state(made):
     """The same structure, the same program, the same next step, and a loop may carry it."""
     state = trained()
     other = rewritten(state, made)
@@ -85,30 +67,12 @@ def test_a_state_without_a_codec_is_the_state(made):
     assert_equal(found, expected[1])
 
 
-def test_what_is_static_in_a_state():
-    """The codec, of moments in the order in which one place says so; and through any update."""
-    for state in (tx.init(W), trained(), jax.eval_shape(tx.init, W)):
-        assert state.mw["w"].form is of_moments(second=False)
-        assert state.vw["w"].form is of_moments(second=True)
-    assert state.mw["w"].form.codec is SIGNED
-    assert "signed 8 bits, blocks of 256" in str(jax.tree.structure(state))
-    kept = jax.tree.map(lambda x: None, state)
-    assert kept.mw["w"].form is state.mw["w"].form
-
-
 def test_moments_of_both_kinds_have_one_structure():
     """As always: what is computed of the codes of both, such as bytes."""
     state = trained()
     assert jax.tree.structure(state.mw) == jax.tree.structure(state.vw)
     held = jax.tree.map(lambda m, v: m.nbytes + v.nbytes, state.mw, state.vw)
     assert held["w"].codes == 2 * 64 * 64
-    wrong = state._replace(vw=jax.tree.map(lambda m, v: v, state.mw, state.vw))
-    assert_error(  # the codes of one, and the codec of the other
-        TypeError,
-        "carry_over: `old` at .vw['w']: an array of uint8 and shape (64, 64) as `codes`, expected "
-        "int8.",
-        lambda: unquantized(wrong),
-    )
 
 
 def test_paths_and_names():
@@ -136,37 +100,8 @@ def test_specs_and_placements_that_a_user_wrote():
     assert_equal(jax.device_put(state, places), state)
 
 
-OTHER = Codec("another one", 8, True, SIGNED.encode, SIGNED.decode)
-
-
-@pytest.mark.parametrize("form", [Form(OTHER), Form(SIGNED, axis=-2), Form(SIGNED, size=128)])
-def test_what_no_dtype_says_is_told_apart(form):
-    """Compiled functions, and files, do not take one for the other."""
-    x = trained().mw["w"]
-    other = jgrad.Blocks(*x, form)
-    assert jax.tree.structure(other) != jax.tree.structure(x)
-    names = jax.jit(lambda x: jnp.asarray(x.form == form))
-    assert (bool(names(x)), bool(names(other))) == (False, True)
-    again = pickle.loads(pickle.dumps(form)) if form.codec is SIGNED else form
-    assert again == form != Form(SIGNED)
-    assert jax.tree.map(lambda x: x, other).form is form
-    assert other._replace(codes=0).form is form
-
-
-def test_a_state_of_another_codec():
+def test_codes_of_no_codec():
     state = trained()
-    other = state._replace(mw=rewritten(state.mw, lambda x: jgrad.Blocks(*x, Form(OTHER))))
-    assert_error(
-        TypeError,
-        "adam: `state.mw` at ['w']: codes of another one, expected signed 8 bits.",
-        lambda: tx.update(G, other, W),
-    )
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .mw['w']: Blocks of int8 and shape (64, 64), expected a floating "
-        "array, or Blocks of another one.",
-        lambda: quantized(state, like=other),
-    )
     nameless = rewritten(state, lambda x: jgrad.Blocks(x.codes.astype(jnp.int32), x.scale))
     assert_error(
         TypeError,

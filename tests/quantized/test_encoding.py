@@ -57,7 +57,7 @@ def encoded(x, stacked, *, second):
     own = Geometry.of_leaf(x.shape, stacked)
     keys = ElementKeys(leaf_keys(0, 1, [0])[0], np.zeros((), np.uint32))
     rounding = Rounding(step_keys(jnp.int32(1)), keys)
-    return encoding.encoded(lambda x: x, [x], own, codec.of_moments(second=second).codec, rounding)
+    return encoding.encoded(lambda x: x, [x], own, codec.of_moments(second=second), rounding)
 
 
 def numbers(shape, *, second, seed=0):

@@ -100,7 +100,9 @@ def test_e45_errors():
     for call in (lambda: quantized(other, like=state), lambda: unquantized(other)):
         says(ValueError, message, call)
     cast = with_w(codes=w.codes.astype(jnp.float32))
-    message = "at .vw['w']: an array of float32 and shape (64, 128) as `codes`, expected uint8."
+    message = (
+        "at .vw['w']: an array of float32 and shape (64, 128) as `codes`, expected int8 or uint8."
+    )
     says(TypeError, message, lambda: unquantized(cast))
     message = "does not match `like` at .mw['b']: shape (7,), expected (8,)."
     other = eight.init({**W, "b": jnp.ones(8)})

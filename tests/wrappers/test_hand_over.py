@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._arithmetic import rules
+from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
@@ -43,7 +43,7 @@ def slowly(tx, beta):
     tx = inside.transformation("slowly", tx)
 
     def init(params):
-        return SlowState(trees.map_leaves(parameters.wide, params), tx.init(params))
+        return SlowState(trees.map_leaves(numerics.wide, params), tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         inputs = WrapperInputs("slowly", updates, params, extra_args)
@@ -54,7 +54,7 @@ def slowly(tx, beta):
         part = numbers.beta("slowly", "beta", beta)
         slow = apply(rules.average, fast, old, part.value, part.complement)
         slow = inputs.kept(slow, old)
-        moved = apply(lambda s, p: s - parameters.wide(p), slow, w)
+        moved = apply(lambda s, p: s - numerics.wide(p), slow, w)
         return inputs.directions(moved), SlowState(inputs.moments(slow, old), inner)
 
     return pair(init, update, "slowly", SlowState)
@@ -125,7 +125,7 @@ def test_under_everything():
     scaled = lambda g, s: jax.tree.map(lambda x: x * jnp.asarray(s, x.dtype), g)
     given = [scaled(a, 4), bad, scaled(b, 2), scaled(c, 2)]  # the scale halves
     found, state = train(whole, w, given)
-    wide = lambda tree: jax.tree.map(parameters.wide, tree)
+    wide = lambda tree: jax.tree.map(numerics.wide, tree)
     mean = jax.tree.map(lambda x, y: (x + y) / 2, wide(b), wide(c))
     expected, alone = train(tx, w, [wide(a), mean])
     chex.assert_trees_all_equal_shapes_and_dtypes(state.inner.inner, alone)
