@@ -452,7 +452,7 @@ MUTATIONS = [
     Mutation("hyperball._factors", "hyperball: slopes of 0 / 0", "jnp.where(is_kept, X / Y, _)", "X / Y", HYPERBALL + " -k slopes"),
     Mutation("steps_on_sphere", "hyperball: one sum for two precisions", "numerics.real_dtype(w[i], u[i])", "numerics.real_dtype(*w, *u)", HYPERBALL + " -k precision"),
     Mutation("hyperball._products_of", "hyperball: constants of no length are not a number", "norms.opaque(X)", "X", HYPERBALL + " -k constants"),
-    Mutation("steps_on_sphere", "hyperball: replicas and shards have one condition", "X, layers[i].varying", "X, ()", SURROUNDINGS + " -k vmap"),
+    Mutation("steps_on_sphere", "hyperball: replicas and shards have one condition", "X, layers[i].varying", "X, ()", HYPERBALL + " -k shard_map"),
     Mutation("hyperball._all_sums", "hyperball: norms of whole layers in a choice of shards", "varying_over(X, _)", "X", SURROUNDINGS + " -k vmap"),
     Mutation("hyperball._joined", "hyperball: sums in units of devices", "jnp.where(uu != 0, X, Y)", "jnp.ones_like(uu)", HYPERBALL + " -k shard_map"),
     Mutation("hyperball._unit", "hyperball: sums that overflow", "jnp.where(X < _, Y, Z)", "jnp.ones_like(X)", HYPERBALL + " -k any_scale"),
