@@ -1,7 +1,6 @@
 """States of earlier versions fit this one, and lead to the same next step."""
 
 import pickle
-from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -91,42 +90,6 @@ def through_orbax(folder, state, like):
         return checkpointer.restore(folder / "state", like)
 
 
-def of_06(state):
-    """As docs/wrappers.md says: the state as checkpoints of 0.6 name its parts."""
-
-    def old(x):
-        return {"step": x.done, "inner": of_06(x.inner)} if is_rounding(x) else x
-
-    return jax.tree.map(old, state, is_leaf=is_rounding)
-
-
-def of_today(restored, like):
-    def new(x, y):
-        return type(x)(y["step"], of_today(y["inner"], x.inner)) if is_rounding(x) else y
-
-    return jax.tree.map(new, like, restored, is_leaf=is_rounding)
-
-
-class OldState(NamedTuple):
-    step: Any
-    inner: Any
-
-
-def is_rounding(x):
-    return isinstance(x, jgrad.StochasticState)
-
-
-@pytest.mark.slow
-def test_orbax_restores_what_stochastic_rounding_had_under_another_name(tmp_path):
-    """`done` was `step` up to 0.6."""
-    tx = jgrad.skip_nonfinite(jgrad.stochastic_rounding(jgrad.adam(0.1)))
-    w = golden.weights()
-    _, state = golden.step(tx, w, tx.init(w), golden.gradient(0))
-    old, like = state._replace(inner=OldState(*state.inner)), jax.eval_shape(tx.init, w)
-    again = of_today(through_orbax(tmp_path, old, of_06(like)), like)
-    assert_equal(again, state)
-
-
 def test_a_pickle_has_no_field_names():
     """So that one of 0.6 is read: the state of a counter and what is inside, by their places."""
     state = jgrad.stochastic_rounding(jgrad.adam(0.1)).init(golden.weights())
@@ -140,18 +103,8 @@ def test_this_version_has_a_file():
     assert any(f.stem == f"states_{jgrad.__version__}" for f in FILES)
 
 
-@pytest.mark.slow(
-    always=[
-        "lion",
-        "lion_bfloat16",
-        "lars",
-        "lars_bfloat16",
-        "lars_plain",
-        "skip_spikes",
-        "accumulate_weighted",
-        "stochastic_rounding",
-    ]
-)
+@pytest.mark.slow(always=["lion", "lion_bfloat16", "lars", "lars_bfloat16", "lars_plain",
+    "skip_spikes", "accumulate_weighted", "stochastic_rounding"])  # fmt: skip
 @pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
 def test_states_are_read_by_name(name):
     """`optax.tree.get`, however deep a state is wrapped."""
@@ -193,14 +146,9 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
 
 
 @pytest.mark.slow(always=["schedule_free-tree"])
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        pytest.param(name, pack, id=f"{name}-{form}")
-        for form, pack in (("pack_small", jgrad.pack_small), ("tree", lambda tx: tx))
-        for name in (PACKED if form == "pack_small" else TREES)
-    ],
-)
+@pytest.mark.parametrize(("name", "pack"), [pytest.param(name, pack, id=f"{name}-{form}") for form,
+    pack in (("pack_small", jgrad.pack_small), ("tree",
+    lambda tx: tx)) for name in (PACKED if form == "pack_small" else TREES)])  # fmt: skip
 def test_orbax_saves_every_state_as_it_is(name, pack, tmp_path):
     """Integers beside moments, float32 beside copies: nothing that orbax refuses is in a state."""
     w = golden.weights(name)

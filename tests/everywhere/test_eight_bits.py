@@ -293,31 +293,6 @@ def test_e40_tree_and_packed(make):
         assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
-@pytest.mark.slow
-@optimizers([name for name in EACH if packs(name)])
-def test_e40_small_leaves_beside_large_ones(make):
-    """On a tree they stay float32, and packed where they share no buffer with a large one."""
-    small = {"b": normal((90,), 3), "e": normal((4095,), 4)}
-    w = model() | small
-    grads = [
-        g | jax.tree.map(lambda x, t=t: x / (t + 1), small) for t, g in enumerate(gradients(2))
-    ]
-    expected, tree = train(make(), w, grads)
-    for options in ({"small_apart": True}, {"max_size": 4095}, {}):
-        pack = functools.partial(jgrad.pack, **options)
-        found, state = map(jgrad.unpack, train(make(), pack(w), [pack(g) for g in grads]))
-        moved = {n: np.abs(found[n] - w[n]).max() for n in small}
-        is_rounded = not options
-        for n in small:
-            assert state.mw[n].dtype == jnp.float32
-            off = [np.abs(a - b).max() / np.abs(b).max() for a, b in ((state.mw[n], tree.mw[n]),)]
-            if "lion" not in make.func.__name__:  # of whose steps the size is known
-                off.append(np.abs(found[n] - expected[n]).max() / moved[n])
-            # Norms of a leaf make Adafactor's steps more alike than its moments are.
-            least = 1e-4 if make.func is jgrad.adafactor else 1e-3
-            assert all(x > least if is_rounded else x < 1e-5 for x in off)
-
-
 @pytest.mark.slow(one_in=12)
 @optimizers()
 def test_e41_what_was_chosen_is_visible(make):

@@ -69,14 +69,11 @@ AVERAGED = {
     "schedule-free, paper": lambda: schedule_free_adamw(0.0, rate_of_the_paper, None),
     "schedule-free, in place": schedule_free_adamw,
     "schedule-free, power 1": lambda: schedule_free_adamw(1.0),
-    "schedule-free SGD": lambda: jgrad.schedule_free(
-        optax.chain(optax.add_decayed_weights(1 / 8), jgrad.gradient_descent(rate)),
-        beta=7 / 8,
-        learning_rate=rate,
-    ),
+    "schedule-free SGD": lambda: jgrad.schedule_free(optax.chain(optax.add_decayed_weights(1 / 8),
+     jgrad.gradient_descent(rate)), beta=7 / 8, learning_rate=rate),
     "schedule-free, heavyball": schedule_free_adamw,
     "schedule-free, heavyball, power 1": lambda: schedule_free_adamw(1.0),
-}
+}  # fmt: skip
 MUON = {
     "muon": muon,
     "muon, no nesterov": lambda: muon(nesterov=False),
@@ -156,7 +153,7 @@ def test_schedule_free(name, x64, standard_promotion):
         np.testing.assert_allclose(flat(state.average), average, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.slow(one_in=8)
+@pytest.mark.slow(one_in=16)
 @pytest.mark.parametrize("name", MUON)
 def test_muon(name, x64):
     assert_same_ways(name, [w for w, _ in steps_of(MUON[name]())])
