@@ -104,6 +104,7 @@ def test_a_carry_of_integers_and_keys():
     assert_equal(*both(adam(), models.params(), data, loss), 4)
 
 
+@pytest.mark.slow
 def test_what_python_knows_is_read_in_each_trace():
     """A step is traced anew where its caller is: another number of a closure is another program."""
     scale = [1.0]

@@ -119,7 +119,7 @@ def test_e34_the_same_at_every_scale(exponent):
             np.testing.assert_array_equal(x[name].scale * factor**power, y[name].scale)
 
 
-@pytest.mark.slow(one_in=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e-19, 3e38, 1e-23, 1e-38, 1e-42])
 @optimizers(ELEMENTWISE)
 def test_e34_at_the_ends_of_float32(make, size):

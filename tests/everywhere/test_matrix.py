@@ -38,7 +38,7 @@ def close(found, expected, rtol):
 
 @pytest.mark.slow(always=["float64-gradient_descent", "float64-decayed_descent",
     "float64-adam_moments", "float64-adamw", "float64-lars_ivy", "float64-lars_outside",
-    "float64-lamb_masked", "float64-lamb", "float64-muon"])  # fmt: skip
+    "float64-lamb_masked"])  # fmt: skip
 @every_case(NUMBERS)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_reference(case, dtype, x64):
@@ -132,7 +132,7 @@ def roundings(case, w, g, moments):
     return jax.tree.map(number, direction, w)
 
 
-@pytest.mark.slow(always=["lion"])
+@pytest.mark.slow
 @pytest.mark.bits
 @every_twin
 def test_complex_functional_twin(case):
@@ -317,7 +317,7 @@ def test_empty_tree(case):
     assert int(state.step) == 1
 
 
-@pytest.mark.slow(always=["float32-lars_masked"])
+@pytest.mark.slow(always=["float32-lamb_decayed"])
 @every_case(("lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([jnp.float16, jnp.bfloat16, jnp.float32], jnp.float32)

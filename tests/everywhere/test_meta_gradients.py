@@ -116,7 +116,7 @@ def test_e08_slopes_at_zero_gradients_are_finite(case, dtype, x64):
             assert np.all(np.isfinite(found))
 
 
-@pytest.mark.slow(always=["0.0-1.0", "10.0-1e-35"])
+@pytest.mark.slow(always=["0.0-1.0"])
 @pytest.mark.parametrize("scale", [1e-35, 1e-25, 1e-19, 1e-10, 1.0, 1e10])
 @pytest.mark.parametrize("largest", [10.0, 0.0, None])
 def test_e08_slopes_of_trust_ratios(largest, scale):

@@ -235,6 +235,7 @@ def test_states_of_1_0():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(nnx, "var_defaults"), reason="flax 0.12.1 has no such defaults")
 def test_hijax_variables():
     """They are no nodes of JAX's trees: moments are arrays, and so are both parts of those in 8 bits."""

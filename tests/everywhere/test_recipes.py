@@ -83,7 +83,7 @@ def test_every_recipe_has_a_limit():
     assert LIMITS.keys() == RECIPES.keys()
 
 
-@pytest.mark.slow(one_in=48)
+@pytest.mark.slow
 @of_new_xla
 @packed_or_not
 @pytest.mark.parametrize("name", RECIPES)

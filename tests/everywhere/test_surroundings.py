@@ -406,7 +406,7 @@ def neighbours_of(subject, where):
 
 
 @pytest.mark.slow(always=["gradient_descent-tree-x64", "adam-8bit-packed-other promotion",
-    "adam-8bit-packed-donated", "lars_masked-tree-exported", "adam-8bit-tree-injected",
+    "adam-8bit-packed-donated", "adam-8bit-tree-injected",
     "momentum-tree-auto"])  # fmt: skip
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
 def test_e19_e42_as_alone(subject, form, where):

@@ -34,7 +34,7 @@ def weights_of(tx, count=100):
     return train(tx, w, grads)[0]
 
 
-@pytest.mark.slow(one_in=12)
+@pytest.mark.slow
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "options"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options_of_the_same_meaning(name, defaults, x64, standard_promotion):

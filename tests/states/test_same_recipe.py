@@ -223,6 +223,7 @@ def relabeled(recipe):
     return kind, *rest
 
 
+@pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds)
 def test_other_labels(recipe, seed):

@@ -122,7 +122,7 @@ def as_well(wrapper, found, expected):
 # ---- beside and inside of others ---------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @few_wrappers
 def test_inject_hyperparams(wrapper):
     """The optimizer's numbers may be traced."""

@@ -82,7 +82,7 @@ def assert_close(found, expected, rtol):
 # ---- the step ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(always=["float32-tree"])
 @forms
 @pytest.mark.parametrize(
     "dtype", mostly_slow(["float32", "float64", "complex128"], "float32", "float64")
@@ -107,7 +107,7 @@ def test_definition(dtype, pack, x64):
     assert int(state.done) == 30
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(always=["False"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_each_leaf_in_its_precision(packed, x64):
     """Neighbours of float32 and float64 share no sums, and radii have the precision of a leaf."""
@@ -416,6 +416,7 @@ def test_slopes_where_no_norm_is_kept(pack):
         np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_carry_over():
     """Around an optimizer that has run: its schedule goes on, and norms are those of now."""
     w, grads = params(), gradients(3, params())

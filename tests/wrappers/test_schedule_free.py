@@ -52,7 +52,7 @@ OPTIONS = [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}]
 STEPS = [*((rate, {}) for rate in RATES), *(("warm-up", options) for options in OPTIONS)]
 
 
-@pytest.mark.slow(always=["float64-falling-options3", "float64-warm-up-options5"])
+@pytest.mark.slow(always=["float64-warm-up-options5"])
 @pytest.mark.parametrize(("rate", "options"), STEPS)
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
 def test_reference(rate, options, dtype, x64, standard_promotion):
@@ -76,7 +76,7 @@ RATES_OF_A_CALL = {
 }
 
 
-@pytest.mark.slow(always=["number-False", "rules-False"])
+@pytest.mark.slow(always=["rules-False"])
 @pytest.mark.parametrize("packed", mostly_slow([False, True], False))
 @pytest.mark.parametrize("form", RATES_OF_A_CALL)
 def test_the_rate_of_each_call(form, packed, standard_promotion):

@@ -80,7 +80,7 @@ def updated(tx, w, g, state=None):
 # ---- what is measured --------------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(always=["1-tree"])
 @pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_norms(packed, every):

@@ -183,6 +183,7 @@ def test_a_weight_of_zero_adds_nothing():
     assert (found, int(state.skipped)) == (-4, 0)
 
 
+@pytest.mark.slow(always=["alone"])
 @pytest.mark.parametrize("around", [lambda tx: tx, jgrad.skip_nonfinite], ids=["alone", "skip"])
 def test_a_window_of_weight_zero(around):
     """Updates nothing, as one without finite mini-batches, and the next starts anew."""
