@@ -416,7 +416,7 @@ MUTATIONS = [
     Mutation("_with_sums", "a sum that an update makes has no old one", "o._replace(total=_)", "o", "tests/wrappers/test_accumulate.py -k stay_open"),
     Mutation("without_window", "a lost window is kept", "type(_)(_, _, new.skipped, _, _, *_)", "old._replace(skipped=new.skipped)", SKIP),
     Mutation("without_window", "a window is lost with a mini-batch", "_ & (_ == 0)", "jnp.asarray(True)", HAND_OVER),
-    Mutation("accumulate.accumulate", "a window of one mini-batch is chosen again", "_tell(X, Y, Z, before, W)", "_tell(X, Y, Z, state, W)", WEIGHTS),
+    Mutation("accumulate.accumulate", "a window of one mini-batch is chosen again", "_tell(X, Y, Z, before, W)", "_tell(X, Y, Z, state, W)", HAND_OVER),
     Mutation("of_models", "a weight is the same for all models", "shardings.varying_over(X, _)", "X", DEVICES + "/test_in_shard_map.py -k weight_of"),
     Mutation("_summed", "a bad weight is added", "(_ >= 0) & (_ < jnp.inf)", "True", WEIGHTS),
     Mutation("_summed", "weights of devices are not summed", "jax.lax.psum(X, _) if _ else X", "X", WEIGHTS),

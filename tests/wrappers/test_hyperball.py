@@ -414,26 +414,3 @@ def test_slopes_where_no_norm_is_kept(pack):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(slopes))
     for name in ("b", "embed", "w"):
         np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_carry_over():
-    """Around an optimizer that has run: its schedule goes on, and norms are those of now."""
-    w, grads = params(), gradients(3, params())
-    w, old = train(jgrad.adam(1e-3), w, grads)
-    tx = ADAMH
-    state, account = jgrad.carry_over(old, like=tx.init(w), params=w)
-    assert int(state.done) == int(state.inner.step) == 3
-    np.testing.assert_allclose(state.radius["w"], norms(w["w"]), rtol=1e-6)
-    assert account.from_like == ("hyperball.radius/layers", "hyperball.radius/w")
-    np.testing.assert_array_equal(state.inner.mw["w"], old.mw["w"])
-    assert_error(
-        ValueError,
-        "carry_over: `like` at .radius['layers']: the shape of a part that `old` does not have, and "
-        "that starts at unknown numbers, expected arrays: `like=tx.init(params)`.",
-        lambda: jgrad.carry_over(old, like=jax.eval_shape(tx.init, w), params=w),
-    )
-    again, _ = jgrad.carry_over(state, like=jax.eval_shape(tx.init, w))
-    np.testing.assert_array_equal(again.radius["layers"], state.radius["layers"])
-    _, account = jgrad.carry_over(state, like=old)
-    assert account.dropped == ("hyperball.radius/layers", "hyperball.radius/w")

@@ -121,6 +121,15 @@ def test_equal_weights_are_the_mean():
     np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
 
 
+def test_a_leaf_without_a_gradient_stays():
+    """So do its z and its average, bit for bit."""
+    w, tx = {"a": jnp.ones(3), "b": jnp.full(2, 2.0)}, adamw(0.01)
+    w, state = train(tx, w, [w, w])
+    updates, new = tx.update(w | {"b": None}, state, w)
+    assert_equal((new.z["b"], new.average["b"]), (state.z["b"], state.average["b"]))
+    assert not np.any(updates["b"])
+
+
 def test_double_precision(x64):
     """Scalars of the state are float64 beside float64 parameters, or what they were in a file."""
     w, tx = {"a": jnp.ones(3), "b": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2)}, adamw(0.01)
