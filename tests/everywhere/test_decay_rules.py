@@ -141,7 +141,7 @@ def model(seed):
 
 
 @pytest.mark.bits
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(always=["independent"])
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_some_leaves_of_a_buffer_decay(rule):
     """They have the bits of the tree."""
