@@ -87,47 +87,32 @@ RECIPES = {
     "adam": Recipe(adam),
     "8 bits": Recipe(eight_bits, sizes=WIDE, roundings=4, few=1e-3),
     "bfloat16 moments": Recipe(lambda: adam(moment_dtype=BF16), roundings=4, few=1e-3),
-    "stochastic": Recipe(
-        lambda: jgrad.stochastic_rounding(eight_bits()), dtype=BF16, sizes=WIDE, few=1e-3
-    ),
+    "stochastic": Recipe(lambda: jgrad.stochastic_rounding(eight_bits()), dtype=BF16, sizes=WIDE, few=1e-3),
     "momentum": Recipe(momentum, dtype=BF16, few=1e-3),
     "master": Recipe(lambda: jgrad.master_weights(adam()), dtype=BF16),
     "ema": Recipe(lambda: jgrad.average_params(adam(), decay=0.9)),
     "schedule": Recipe(lambda: adam(optax.linear_schedule(1e-2, 0.0, 5))),
-    "by_path": Recipe(
-        lambda: jgrad.adam(jgrad.by_path({"first": 1e-2, "**/down": 1e-3}, rest=1e-4))
-    ),
+    "by_path": Recipe(lambda: jgrad.adam(jgrad.by_path({"first": 1e-2, "**/down": 1e-3}, rest=1e-4))),
     "mask": Recipe(lambda: adam(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))),
-    "schedule_free": Recipe(
-        lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4
-    ),
+    "schedule_free": Recipe(lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4),
     "skip_spikes": Recipe(lambda: jgrad.skip_spikes(adam(), window=4)),
     "lion": Recipe(lambda: jgrad.lion(1e-3, weight_decay=0.1)),
     "lamb": Recipe(lambda: jgrad.lamb(1e-2, layer_axes=AXES), roundings=NORMS),
     "lars": Recipe(lambda: jgrad.lars(1e-2, layer_axes=AXES), roundings=NORMS),
     "adafactor": Recipe(adafactor, roundings=NORMS),
-    "adafactor, rounded": Recipe(
-        lambda: jgrad.stochastic_rounding(adafactor()), dtype=BF16, roundings=NORMS, few=1e-2
-    ),
+    "adafactor, rounded": Recipe(lambda: jgrad.stochastic_rounding(adafactor()), dtype=BF16, roundings=NORMS,
+     few=1e-2),
     "muon": Recipe(muon, roundings=NORMS),
     "normuon": Recipe(lambda: muon(rule="normuon"), roundings=NORMS),
     "hyperball": Recipe(hyperball, roundings=NORMS),
     "watch": Recipe(lambda: watched(adam()), roundings=NORMS),
     "clip": Recipe(lambda: clipped(adam()), FIRST, roundings=NORMS),
-    "clip by the previous norm": Recipe(
-        lambda: optax.chain(jgrad.clip_by_global_norm(0.05, of="previous"), adam()),
-        roundings=NORMS,
-    ),
+    "clip by the previous norm": Recipe(lambda: optax.chain(jgrad.clip_by_global_norm(0.05, of="previous"), adam()),
+     roundings=NORMS),
     "skip": Recipe(lambda: jgrad.skip_nonfinite(adam()), FIRST),
     "branch": Recipe(lambda: jgrad.skip_nonfinite(adam(), branch=True), FIRST, roundings=4),
     "partition": Recipe(partition, roundings=NORMS),
     "optax": Recipe(lambda: optax.sgd(1e-2, momentum=0.9), {"elementwise": True}, roundings=4),
-    "all": Recipe(
-        lambda: watched(jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(eight_bits())))),
-        FIRST,
-        BF16,
-        WIDE,
-        roundings=NORMS,
-        few=0.02,
-    ),
-}
+    "all": Recipe(lambda: watched(jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(eight_bits())))), FIRST,
+     BF16, WIDE, roundings=NORMS, few=0.02),
+}  # fmt: skip

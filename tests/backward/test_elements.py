@@ -58,6 +58,7 @@ MIX = {
 }  # fmt: skip
 
 
+@pytest.mark.slow(one_in=2, always=["a shape-True"])
 @pytest.mark.parametrize("elementwise", [True, False])
 @pytest.mark.parametrize("name", MIX)
 def test_what_looks_at_more_than_an_element(name, elementwise, standard_promotion):

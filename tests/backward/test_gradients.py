@@ -167,17 +167,8 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(
-    always=[
-        "dtype-backward",
-        "shape-backward",
-        "shape-ordinary",
-        "None-backward",
-        "None-ordinary",
-        "structure-backward",
-        "structure-ordinary",
-    ]
-)
+@pytest.mark.slow(always=["dtype-backward", "shape-backward", "shape-ordinary", "None-backward",
+    "None-ordinary", "structure-backward", "structure-ordinary"])  # fmt: skip
 @both_forms
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_trees(name, is_forced):

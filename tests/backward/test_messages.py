@@ -110,24 +110,6 @@ def test_losses(name):
     assert_error(error, message, call(loss=loss))
 
 
-def test_other_results_that_are_not_there():
-    assert_error(
-        TypeError,
-        "step_in_backward: `loss` returns an array, expected `(value, aux)`, as `has_aux=True` "
-        "says.",
-        call(has_aux=True),
-    )
-
-
-def test_no_layers():
-    params = {"layers": {"up": jnp.ones((0, 3))}}
-    assert_error(
-        ValueError,
-        "scan_layers: `layers`: no layers, expected at least one.",
-        call(loss=lambda p, x: scan(p), params=params),
-    )
-
-
 # ---- transformations -----------------------------------------------------------------------------
 
 
@@ -231,14 +213,6 @@ def test_layers_with_axes_are_taken():
     call(muon())()
 
 
-def test_zero():
-    assert_error(
-        ValueError,
-        at_once("zero", "shard the leaves under `jax.jit`, or use the ordinary step"),
-        call(jgrad.zero(adam(), "d"), state=adam().init(PARAMS)),
-    )
-
-
 # ---- parameters and states -----------------------------------------------------------------------
 
 PACKED = "a packed tree, expected the tree itself, since a buffer mixes all layers"
@@ -251,21 +225,31 @@ def test_packed_trees():
     assert_error(ValueError, message.format("state"), call(state=adam().init(packed)))
 
 
-def test_a_state_of_another_model():
-    state = adam().init({**PARAMS, "first": jnp.ones((2, 16))})
-    assert_error(
-        ValueError,
-        "step_in_backward: `state` at .mw['first']: shape (2, 16), expected shape (16, 16), as "
-        "`tx.init(params)` has it.",
-        call(state=state),
-    )
-    assert_error(
-        ValueError,
-        "step_in_backward: `state` does not have the structure of `tx.init(params)`: `state` has a "
-        "leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where "
-        "`tx.init(params)` has a dict; pass `tx.init(params)`, or what a step made of it.",
-        call(state=jgrad.gradient_descent(0.1).init(PARAMS)),
-    )
+ONE = jnp.ones((3, 2))
+FAULTS = {
+    "no other results": (TypeError, "step_in_backward: `loss` returns an array, expected `(value, aux)`, as "
+     "`has_aux=True` says.", lambda: call(has_aux=True)),
+    "no layers": (ValueError, "scan_layers: `layers`: no layers, expected at least one.",
+     lambda: call(loss=lambda p, x: scan(p), params={"layers": {"up": jnp.ones((0, 3))}})),
+    "zero": (ValueError, at_once("zero", "shard the leaves under `jax.jit`, or use the ordinary step"),
+     lambda: call(jgrad.zero(adam(), "d"), state=adam().init(PARAMS))),
+    "another model": (ValueError, "step_in_backward: `state` at .mw['first']: shape (2, 16), expected shape (16, 16), "
+     "as `tx.init(params)` has it.", lambda: call(state=adam().init({**PARAMS, "first": jnp.ones((2, 16))}))),
+    "another method": (ValueError, "step_in_backward: `state` does not have the structure of `tx.init(params)`: "
+     "`state` has a leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where `tx.init(params)` "
+     "has a dict; pass `tx.init(params)`, or what a step made of it.",
+     lambda: call(state=jgrad.gradient_descent(0.1).init(PARAMS))),
+    # Nothing would be left in no stack, which to a transformation are no parameters at all.
+    "a bare array": (ValueError, "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of "
+     "arrays: put it in one, as in `{'layers': params}`.",
+     lambda: call(loss=lambda w, x: jnp.sum(w), params=ONE, state=())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults(name):
+    error, message, make = FAULTS[name]
+    assert_error(error, message, make())
 
 
 def test_a_state_of_an_nnx_optimizer():
@@ -280,16 +264,6 @@ def test_a_state_of_an_nnx_optimizer():
         "where `tx.init(params)` has a Param (and 2 more); pass `tx.init(params)`, or what a step "
         "made of it.",
         call(loss=lambda p, x: scan({"layers": p}), params=nnx.state(model), state=state),
-    )
-
-
-def test_a_bare_array():
-    """Nothing would be left in no stack, which to a transformation are no parameters at all."""
-    assert_error(
-        ValueError,
-        "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of arrays: "
-        "put it in one, as in `{'layers': params}`.",
-        call(loss=lambda w, x: jnp.sum(w), params=jnp.ones((3, 2)), state=()),
     )
 
 

@@ -61,7 +61,7 @@ def assert_same(found, expected, rtol):
         np.testing.assert_allclose(found[name], x, rtol=rtol, atol=rtol, err_msg=name)
 
 
-@pytest.mark.slow(always=["a tree in the call", "groups"])
+@pytest.mark.slow(always=["a tree in the call"])
 @pytest.mark.parametrize("name", METHODS)
 def test_rates(name, x64):
     make, extra = METHODS[name]

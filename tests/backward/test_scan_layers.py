@@ -62,34 +62,19 @@ def test_what_the_backward_pass_reads(remat, stored):
     assert arrays == len(LAYERS) + stored
 
 
-def test_messages():
-    def call(layers, carry=X, **options):
-        return lambda: jgrad.scan_layers(models.block, layers, carry, **options)
+MESSAGES = [
+    (ValueError, "`layers` at ['b']: 2 layers along the first axis, expected 3, as those of the first leaf at ['a'].",
+     {"layers": {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2))}}),
+    (ValueError, "`layers`: no arrays, expected a tree of stacked arrays.", {"layers": {"a": None}}),
+    (ValueError, "`layers` at ['a']: shape (), expected a first axis, that of the layers.",
+     {"layers": {"a": jnp.ones(())}}),
+    (TypeError, "`layers` at ['a']: 3 of type int, expected an array.", {"layers": {"a": 3}}),
+    (TypeError, "`remat`: 'all' of type str, expected a bool, or a policy of `jax.checkpoint_policies`.",
+     {"layers": LAYERS, "remat": "all"}),
+]  # fmt: skip
 
-    assert_error(
-        ValueError,
-        "scan_layers: `layers` at ['b']: 2 layers along the first axis, expected 3, as those of "
-        "the first leaf at ['a'].",
-        call({"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2))}),
-    )
-    assert_error(
-        ValueError,
-        "scan_layers: `layers`: no arrays, expected a tree of stacked arrays.",
-        call({"a": None}),
-    )
-    assert_error(
-        ValueError,
-        "scan_layers: `layers` at ['a']: shape (), expected a first axis, that of the layers.",
-        call({"a": jnp.ones(())}),
-    )
-    assert_error(
-        TypeError,
-        "scan_layers: `layers` at ['a']: 3 of type int, expected an array.",
-        call({"a": 3}),
-    )
-    assert_error(
-        TypeError,
-        "scan_layers: `remat`: 'all' of type str, expected a bool, or a policy of "
-        "`jax.checkpoint_policies`.",
-        call(LAYERS, remat="all"),
-    )
+
+@pytest.mark.parametrize(("error", "message", "options"), MESSAGES)
+def test_messages(error, message, options):
+    call = lambda: jgrad.scan_layers(models.block, carry=X, **options)
+    assert_error(error, f"scan_layers: {message}", call)

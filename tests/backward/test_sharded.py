@@ -71,7 +71,7 @@ def compiled(step, params, state, x):
     return step.lower(params, state, x).compile()
 
 
-@pytest.mark.slow(always=["Auto-8 bits", "Explicit-skip(clip)"])
+@pytest.mark.slow(always=["Auto-8 bits"])
 @of_subjects
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_under_jit(kind, name):
@@ -136,7 +136,7 @@ def in_shard_map(step, tx, params, x, specs, of_batch, *, check_vma):
     return jax.jit(mapped)(place(params, mesh, specs), x)
 
 
-@pytest.mark.slow(always=["True-8 bits", "True-skip(clip)"])
+@pytest.mark.slow(always=["True-skip(clip)"])
 @pytest.mark.parametrize("name", ["adam", "8 bits", "skip(clip)", "lamb", "watch"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(check_vma, name):
@@ -189,6 +189,7 @@ def test_a_gradient_lies_as_its_weights_do():
     assert len(of_layers) == 2
 
 
+@pytest.mark.slow
 def test_shardings_stay():
     mesh, tx = mesh_of(d=4, m=2), adam()
     with jax.set_mesh(mesh):

@@ -85,18 +85,8 @@ def test_this_version_has_a_file():
     assert any(f.stem == f"states_{jgrad.__version__}" for f in FILES)
 
 
-@pytest.mark.slow(
-    always=[
-        "lion",
-        "lion_bfloat16",
-        "lars",
-        "lars_bfloat16",
-        "lars_plain",
-        "skip_spikes",
-        "accumulate_weighted",
-        "stochastic_rounding",
-    ]
-)
+@pytest.mark.slow(always=["lion", "lion_bfloat16", "lars", "lars_bfloat16", "lars_plain",
+    "skip_spikes", "accumulate_weighted", "stochastic_rounding"])  # fmt: skip
 @pytest.mark.parametrize("name", golden.TRANSFORMATIONS)
 def test_states_are_read_by_name(name):
     """`optax.tree.get`, however deep a state is wrapped."""
@@ -138,14 +128,9 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
 
 
 @pytest.mark.slow(always=["schedule_free-tree"])
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        pytest.param(name, pack, id=f"{name}-{form}")
-        for form, pack in (("pack_small", jgrad.pack_small), ("tree", lambda tx: tx))
-        for name in (PACKED if form == "pack_small" else TREES)
-    ],
-)
+@pytest.mark.parametrize(("name", "pack"), [pytest.param(name, pack, id=f"{name}-{form}") for form,
+    pack in (("pack_small", jgrad.pack_small), ("tree",
+    lambda tx: tx)) for name in (PACKED if form == "pack_small" else TREES)])  # fmt: skip
 def test_orbax_saves_every_state_as_it_is(name, pack, tmp_path):
     """Integers beside moments, float32 beside copies: nothing that orbax refuses is in a state."""
     w = golden.weights(name)

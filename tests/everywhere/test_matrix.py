@@ -36,19 +36,9 @@ def close(found, expected, rtol):
 # ---- the numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(
-    always=[
-        "float64-gradient_descent",
-        "float64-decayed_descent",
-        "float64-adam_moments",
-        "float64-adamw",
-        "float64-lars_ivy",
-        "float64-lars_outside",
-        "float64-lamb_masked",
-        "float64-lamb",
-        "float64-muon",
-    ]
-)
+@pytest.mark.slow(always=["float64-gradient_descent", "float64-decayed_descent",
+    "float64-adam_moments", "float64-adamw", "float64-lars_ivy", "float64-lars_outside",
+    "float64-lamb_masked"])  # fmt: skip
 @every_case(NUMBERS)
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 def test_reference(case, dtype, x64):
@@ -142,7 +132,7 @@ def roundings(case, w, g, moments):
     return jax.tree.map(number, direction, w)
 
 
-@pytest.mark.slow(always=["lion"])
+@pytest.mark.slow
 @pytest.mark.bits
 @every_twin
 def test_complex_functional_twin(case):
@@ -213,18 +203,9 @@ def test_state_has_what_the_method_uses(case):
     assert (state.step.dtype, state.step.shape) == (jnp.int32, ())
 
 
-@pytest.mark.slow(
-    always=[
-        "float16-float16-lamb_decayed",
-        "float32-bfloat16-momentum",
-        "float32-float64-momentum",
-        "float32-float64-lamb_decayed",
-        "float64-float64-momentum",
-        "float64-float64-lamb_decayed",
-        "float64-float16-momentum",
-        "float64-float16-lamb_decayed",
-    ]
-)
+@pytest.mark.slow(always=["float16-float16-lamb_decayed", "float32-bfloat16-momentum",
+    "float32-float64-momentum", "float32-float64-lamb_decayed", "float64-float64-momentum",
+    "float64-float64-lamb_decayed", "float64-float16-momentum", "float64-float16-lamb_decayed"])  # fmt: skip
 @every_case(("momentum", "lamb_decayed"))
 @pytest.mark.parametrize(("dtype", "grads_dtype"), PAIRS)
 def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
@@ -242,18 +223,8 @@ def test_e18_dtypes_do_not_drift(case, dtype, grads_dtype, x64):
     chex.assert_trees_all_equal_shapes_and_dtypes(new, (w, state))
 
 
-@pytest.mark.slow(
-    always=[
-        "bfloat16-adam",
-        "bfloat16-lion",
-        "bfloat16-lamb",
-        "8bit-lion",
-        "8bit-lars",
-        "8bit-lamb",
-        "8bit-muon",
-        "8bit-adafactor_momentum",
-    ]
-)
+@pytest.mark.slow(always=["bfloat16-adam", "bfloat16-lion", "bfloat16-lamb", "8bit-lion",
+    "8bit-lars", "8bit-lamb", "8bit-muon", "8bit-adafactor_momentum"])  # fmt: skip
 @every_case(ONE_EACH, lambda case: case.rounded)
 @pytest.mark.parametrize("form", [jnp.bfloat16, "8bit"], ids=["bfloat16", "8bit"])
 def test_moment_dtype(case, form):
@@ -277,6 +248,24 @@ def test_complex_moments(case):
     state = case.tx().init(params(jnp.complex64))
     assert all(m.dtype == jnp.complex64 for m in jax.tree.leaves(state.mw))
     assert all(m.dtype == jnp.float32 for m in jax.tree.leaves(state.vw))
+
+
+@every_case()
+def test_tree_map_params(case):
+    """optax knows which parts of the state are like the parameters."""
+    mark = {"transform_non_params": lambda _: "other"}
+    marked = optax.tree_map_params(case.tx(), lambda _: "moment", case.tx().init(params()), **mark)
+    assert marked.step == "other"
+    assert all(set(jax.tree.leaves(getattr(marked, x))) == {"moment"} for x in case.state)
+
+
+def test_optax_names():
+    """`count`, `mu` and `nu` read what optax's state has there; fields are those of the format."""
+    state = jgrad.adam(RATE).init(params())
+    assert state.count is state.step
+    assert (state.mu is state.mw, state.nu is state.vw) == (True, True)
+    assert state._fields[:3] == ("step", "mw", "vw")
+    assert optax.tree.get(state, "count") is None  # as the docs say: fields only
 
 
 # ---- leaves that are not updated ---------------------------------------------------------------
@@ -311,14 +300,13 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
             assert moments["count"] is None
 
 
-@pytest.mark.slow
-@every_case(("lars_masked",))
-def test_numpy_parameters(case):
-    """Arrays of NumPy, in its own float64, are read as JAX would read them, without a warning."""
-    tx, w, (g,) = case.tx(), params(), gradients(1)
-    wide = lambda tree: jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
-    updates, state = tx.update(wide(g), tx.init(wide(w)), wide(w))
-    assert_equal((updates, state), tx.update(g, tx.init(w), w))
+def test_a_trust_ratio_of_some_leaves():
+    w = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0]), "n": jnp.arange(2)}
+    u = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([1.0, 0.0]), "n": None}
+    tx = jgrad.scale_by_trust_ratio(trust_ratio_mask={"a": True, "b": False, "n": True})
+    found, state = tx.update(u, tx.init(w), w)
+    chex.assert_trees_all_close(found, {"a": 5 * u["a"], "b": u["b"], "n": jnp.zeros(2, int)})
+    assert state == optax.EmptyState()
 
 
 @every_case()
@@ -329,7 +317,7 @@ def test_empty_tree(case):
     assert int(state.step) == 1
 
 
-@pytest.mark.slow(always=["float32-lars_masked"])
+@pytest.mark.slow(always=["float32-lamb_decayed"])
 @every_case(("lars_masked", "lamb_decayed"))
 @pytest.mark.parametrize(
     "dtype", mostly_slow([jnp.float16, jnp.bfloat16, jnp.float32], jnp.float32)

@@ -322,33 +322,23 @@ FLAGS = {
     "average_params: `debias`": lambda x: jgrad.average_params(optax.identity(), 0.9, debias=x),
     "skip_spikes: `restart`": lambda x: jgrad.skip_spikes(jgrad.adam(0.1), restart=x),
     "skip_nonfinite: `branch`": lambda x: jgrad.skip_nonfinite(jgrad.adam(0.1), branch=x),
-    "muon: `nesterov`": lambda x: jgrad.muon(
-        0.1, matrices=True, adam_learning_rate=1.0, nesterov=x
-    ),
-    **{
-        f"step_in_backward: `{name}`": lambda x, name=name: jgrad.step_in_backward(
-            jgrad.adam(0.1), jnp.sum, **{name: x}
-        )
-        for name in ("first_pass", "has_aux", "elementwise")
-    },
-    "optimizer_of_leaf: `stays_finite`": lambda x: jgrad.optimizer_of_leaf(
-        lambda g: g, stays_finite=x
-    ),
+    "muon: `nesterov`": lambda x: jgrad.muon(0.1, matrices=True, adam_learning_rate=1.0, nesterov=x),
+    **{f"step_in_backward: `{name}`": lambda x, name=name: jgrad.step_in_backward(jgrad.adam(0.1), jnp.sum,
+     **{name: x}) for name in ("first_pass", "has_aux", "elementwise")},
+    "optimizer_of_leaf: `stays_finite`": lambda x: jgrad.optimizer_of_leaf(lambda g: g, stays_finite=x),
     "carry_over: `strict`": lambda x: jgrad.carry_over(X, like=X, strict=x),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
     "value_and_grad: `has_aux`": lambda x: jgrad.value_and_grad(jnp.sum, has_aux=x),
     "stop_gradient: `preserve_type`": lambda x: jgrad.stop_gradient(X, preserve_type=x),
     "is_variable: `exclusive`": lambda x: jgrad.is_variable(X, x),
-    "execute_with_gradients: `retain_grads`": lambda x: jgrad.execute_with_gradients(
-        jnp.sum, X, retain_grads=x
-    ),
+    "execute_with_gradients: `retain_grads`": lambda x: jgrad.execute_with_gradients(jnp.sum, X, retain_grads=x),
     "optimizer_update: `stop_gradients`": stopping(jgrad.optimizer_update, X, X, 0.1),
     "gradient_descent_update: `stop_gradients`": stopping(jgrad.gradient_descent_update, X, X, 0.1),
     "adam_update: `stop_gradients`": stopping(jgrad.adam_update, X, X, 0.1, X, X, 1),
     "lion_update: `stop_gradients`": stopping(jgrad.lion_update, X, X, 0.1, X),
     "lars_update: `stop_gradients`": stopping(jgrad.lars_update, X, X, 0.1),
     "lamb_update: `stop_gradients`": stopping(jgrad.lamb_update, X, X, 0.1, X, X, 1),
-}
+}  # fmt: skip
 
 
 def test_each_flag_is_there():

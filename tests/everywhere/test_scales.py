@@ -102,14 +102,8 @@ def expected_sizes(case, w, grads):
     return [largest([new - old for new, old in zip(*pair, strict=True)]) for pair in pairs]
 
 
-@pytest.mark.slow(
-    always=[
-        "lion",
-        "adafactor-clip_threshold",
-        "adafactor_factored-clip_threshold",
-        "adafactor_torch-clip_threshold",
-    ]
-)
+@pytest.mark.slow(always=["lion", "adafactor-clip_threshold", "adafactor_factored-clip_threshold",
+    "adafactor_torch-clip_threshold"])  # fmt: skip
 @pytest.mark.parametrize("name", mostly_slow(VARIANTS, *QUICK))
 def test_steps_of_methods(name):
     """Finite, and no longer than in float64; nor shorter, where the size of gradients is no matter."""

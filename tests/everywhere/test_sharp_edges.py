@@ -103,7 +103,7 @@ def test_e21_numbers_out_of_range(case, bad):
 # ---- low precision -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow(always=["bfloat16-momentum", "bfloat16-adamw"])
+@pytest.mark.slow(always=["bfloat16-adamw"])
 @every_case(where=lambda case: case.state and case.make is not jgrad.adafactor)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_e06_moments_follow_double_precision_for_ten_thousand_steps(case, dtype):
@@ -263,7 +263,7 @@ def test_e15_leaves_that_start_at_zero(case):
 # ---- leaves of other kinds ---------------------------------------------------------------------
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @every_case(FEW)
 def test_e28_complex_parameters(case):
     """The conjugate of what `jax.grad` returns leads downhill; numbers are in `test_matrix.py`."""

@@ -250,7 +250,7 @@ def by_scan(tx, w, gradients):
     return jax.lax.scan(step, (w, tx.init(w)), gradients)[0]
 
 
-def under_vmap(subject, form, where):
+def mapped(subject, form, where):
     """Several models in `shard_map`, trained by a scan there; `vmap` is inside or around."""
     w, gradients = inputs(subject, form)
     models = jax.tree.map(lambda x: jnp.stack([x] * MODELS), (w, stack(gradients)))
@@ -272,6 +272,11 @@ def under_vmap(subject, form, where):
         else:
             specs = jax.tree.map(lambda x: P(None, *x), ((MIXED, of_gradients), own))
             run = make(jax.vmap(train), in_specs=specs[0], out_specs=specs[1])
+    return run, models
+
+
+def under_vmap(subject, form, where):
+    run, models = mapped(subject, form, where)
     found = jax.device_get(jax.jit(run)(*models))
     first, *others = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(MODELS))
     for other in others:
@@ -363,9 +368,13 @@ def choices():
             yield pytest.param(*choice, id=f"{subject.name}-{form}-{where}")
 
 
+def subject_of(name):
+    return next(subject for subject in subjects() if subject.name == name)
+
+
 @functools.lru_cache(maxsize=4)
 def expected_of(name, form):
-    return alone(next(subject for subject in subjects() if subject.name == name), form)
+    return alone(subject_of(name), form)
 
 
 def tolerance_of(subject, where):
@@ -396,25 +405,9 @@ def neighbours_of(subject, where):
     return 0.013 if where == "injected" or turns else 0.002
 
 
-@pytest.mark.slow(
-    always=[
-        "gradient_descent-tree-x64",
-        "adam-8bit-packed-other promotion",
-        "lars_masked-tree-eager",
-        "adam-8bit-packed-donated",
-        "lars_masked-tree-exported",
-        "lamb-packed-cuda",
-        "muon-tree-tpu",
-        "pack_small-tree-cuda",
-        "adam-8bit-tree-injected",
-        "momentum-tree-auto",
-        "lamb_masked-tree-vmap in shard_map",
-        "hyperball-tree-vmap of shard_map",
-        "accumulate-tree-models in shard_map",
-        "soap-tree-vmap in shard_map",
-        "adafactor_factored-tree-vmap in shard_map",
-    ]
-)
+@pytest.mark.slow(always=["gradient_descent-tree-x64", "adam-8bit-packed-other promotion",
+    "adam-8bit-packed-donated", "adam-8bit-tree-injected",
+    "momentum-tree-auto"])  # fmt: skip
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
 def test_e19_e42_as_alone(subject, form, where):
     """The dtypes, the numbers to a few roundings of weights and steps.
@@ -434,3 +427,12 @@ def test_e19_e42_as_alone(subject, form, where):
         a, b, w = (x.astype(np.float64) for x in (a, b, w))
         far = np.abs(a - b) > tolerance * np.max(np.abs(b - w)) + 2.5e-7 * np.abs(b)
         assert np.mean(far) <= neighbours_of(subject, where), np.max(np.abs(a - b))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="As above.")
+@pytest.mark.parametrize("where", ["inside", "around"])
+@pytest.mark.parametrize("name", ["lamb_masked", "hyperball", "soap", "adafactor_factored"])
+def test_types_under_vmap(name, where):
+    """What varies over devices is in the types, so that a trace is enough to see an error."""
+    run, models = mapped(subject_of(name), "tree", where)
+    jax.eval_shape(run, *models)

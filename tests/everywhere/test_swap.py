@@ -4,8 +4,6 @@ Of optax's own tests, what is listed here fails, each with its reason, and no ot
 `python -m studies.clients --optax` runs all files. The test here runs those that take seconds.
 """
 
-import textwrap
-
 import chex
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +34,7 @@ def weights_of(tx, count=100):
     return train(tx, w, grads)[0]
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "options"])
 @pytest.mark.parametrize("name", CALLS)
 def test_options_of_the_same_meaning(name, defaults, x64, standard_promotion):
@@ -54,34 +52,6 @@ def test_what_jgrad_does_not_have_is_left_to_optax():
     assert not isinstance(tx.init(jnp.ones(2)), jgrad.OptState)
     assert swap.calls - before == {"adam, left to optax": 1}
     assert isinstance(swap.ours("sgd", 0.1, nesterov=True).init(jnp.ones(2)), jgrad.OptState)
-
-
-@pytest.mark.slow
-def test_the_tests_of_others(tmp_path, capsys):
-    """One that passes with both, one that needs optax's own state, and one that fails."""
-    text = """
-        import jax.numpy as jnp
-        import optax
-
-        def test_steps():
-            tx = optax.adam(0.1)
-            assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0][0] < 0
-
-        def test_state():
-            assert optax.adam(0.1).init(jnp.ones(2))[0].count == 0
-
-        def test_wrong():
-            assert False
-    """
-    (tmp_path / "test_others.py").write_text(textwrap.dedent(text))
-    assert clients.main(["", str(tmp_path), "test_others.py"]) == 1
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[2] == f"| {tmp_path.name} `test_others.py` | 2 | 1 | 1 | adam 2 |"
-    assert shown[3:] == [
-        "jgrad fails: test_others.py::test_state",
-        "wrappers fails: test_others.py::test_state",
-    ]
-    assert clients.main([""]) == clients.main(["", str(tmp_path / "none")]) == 2
 
 
 # ---- optax's own tests ---------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def left_out(row):
     return any(row["kwargs"].get(name) for name in LEFT_OUT)
 
 
-@pytest.mark.slow(one_in=32)
+@pytest.mark.slow(one_in=64)
 @pytest.mark.parametrize("name", [k for k, (_, row) in INPUTS.items() if not left_out(row)])
 def test_same_weights(name, x64, standard_promotion):
     method, row = INPUTS[name]

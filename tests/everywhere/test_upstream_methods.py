@@ -131,36 +131,10 @@ def test_the_reference_is_what_others_do(name, leaf):
     assert error(name, leaf, REFERENCES[name](name, leaf)) < tolerance
 
 
-# Each of these is in the docstring of a reference, and none is small.
-@pytest.mark.parametrize(
-    ("name", "leaf", "other"),
-    [
-        ("adafactor", "square", {"rule": "paper", "epsilon": (1e-30, 1e-3)}),  # lr < 1 / sqrt(t)
-        ("adafactor, decay", "square", {"rule": "paper"}),  # epsilon
-        ("adafactor, decay", "stack", {"per_layer": True}),
-        ("adafactor", "stack", {"layer_axes": None, "output_axes": -1}),
-        ("adafactor", "square", {"min_side": 5}),
-        ("soap, authors", "square", {"bias_correction": "moments"}),
-        ("soap, authors", "long", {"max_side": 8}),
-        ("soap, heavyball", "wide", {"every": 8}),
-        ("dion2", "square", {"fraction": 1.0}),
-        ("dion2", "tall", {"rule": "normuon"}),  # rows, and second moments
-    ],
-)
-def test_what_differs(name, leaf, other):
-    assert error(name, leaf, REFERENCES[name](name, leaf, **other)) > 1e-4
-
-
-def test_what_heavyball_lifts():
-    """By 1e-8 of the largest eigenvalue, so that steps differ by so much."""
-    for leaf in upstream_methods.NEARLY_SQUARE:
-        found = soap_of_heavyball("soap, heavyball", leaf, lift=0.0)
-        assert 1e-11 < error("soap, heavyball", leaf, found) < 1e-8
-
-
 # ---- optax ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=12)
 @pytest.mark.parametrize("average", [None, "of steps", "of directions"])
 @pytest.mark.parametrize("leaf", ["wide", "tall", "long", "bias"])
 def test_adafactor_of_optax(leaf, average, x64):
@@ -189,43 +163,3 @@ def test_adafactor_of_optax(leaf, average, x64):
         updates, state = update(g, state, w)
         w = optax.apply_updates(w, updates)
         np.testing.assert_allclose(w[leaf], own, rtol=1e-13, atol=1e-14)
-
-
-# ---- what the reference of SOAP promises ---------------------------------------------------------
-
-
-def gradients(shape, count, seed=0):
-    draws = np.random.RandomState(seed)
-    return [draws.randn(*shape) for _ in range(count)]
-
-
-def soap_of(w, grads, **options):
-    kept = {}
-    options |= {"matrices": [x.ndim > 1 for x in w], "output_axes": 0, "kept": kept}
-    optimizer = reference.soap(w, RATE, **options)
-    return reference.trajectory(optimizer, grads), kept
-
-
-def test_the_first_step_of_soap():
-    """Nothing, or a step of Adam's; updates behind it are the same."""
-    w, grads = np.ones((4, 4)), gradients((4, 4), 3)
-    skip, _ = soap_of([w], [[g] for g in grads], weight_decay=0.0)
-    adam, _ = soap_of([w], [[g] for g in grads], weight_decay=0.0, first_step="adam")
-    np.testing.assert_array_equal(skip[0][0], w)
-    first = adam[0][0] - w
-    np.testing.assert_allclose(first, -RATE * np.sign(grads[0]), rtol=1e-5)
-    np.testing.assert_allclose(adam[2][0] - skip[2][0], first, rtol=1e-12)
-
-
-def test_a_basis_of_soap_can_be_handed_over():
-    """Where the first gradient is long, eigenvectors of its null space are arbitrary, and matter."""
-    w, grads = [np.zeros((3, 8))], [[g] for g in gradients((3, 8), 12)]
-    found, kept = soap_of(w, grads[:1])
-    left, right = kept["sides"][0][0]["bases"]
-    found, _ = soap_of(w, grads)
-    same, _ = soap_of(w, grads, bases=[[(left, right)]])
-    np.testing.assert_array_equal(found, same)
-    null = np.linalg.qr(gradients((5, 5), 1)[0])[0]
-    other = np.hstack([right[:, :3], right[:, 3:] @ null])
-    apart, _ = soap_of(w, grads, bases=[[(left, other)]])
-    assert np.max(np.abs(apart[-1][0] - found[-1][0])) > 1e-3

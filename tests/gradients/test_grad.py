@@ -125,12 +125,9 @@ TRANSFORMS = {
     "grad": jgrad.grad,
     "value_and_grad": jgrad.value_and_grad,
     "value_and_jac": jgrad.value_and_jac,
-    **{
-        f"jac, {mode}": functools.partial(jgrad.jac, mode=mode)
-        for mode in (None, "reverse", "forward")
-    },
+    **{f"jac, {mode}": functools.partial(jgrad.jac, mode=mode) for mode in (None, "reverse", "forward")},
     "hvp": lambda f: lambda x: jgrad.hvp(f, (x,), (x,)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

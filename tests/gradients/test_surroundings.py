@@ -90,14 +90,8 @@ def assert_alike(name, run):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.max(np.abs(b)))
 
 
-@pytest.mark.slow(
-    always=[
-        "unchecked-auto-grad",
-        "w on all devices-auto-value_and_grad",
-        "w of each device-auto-with aux",
-        "w on all devices-auto-jac",
-    ]
-)
+@pytest.mark.slow(always=["unchecked-auto-grad", "w on all devices-auto-value_and_grad",
+    "w of each device-auto-with aux", "w on all devices-auto-jac"])  # fmt: skip
 @every_function
 @every_mesh
 @pytest.mark.parametrize("kind", ["unchecked", "w on all devices", "w of each device"])
@@ -171,89 +165,3 @@ def test_a_derivative_of_it(name):
         return jax.jit(jax.grad(total))(W)
 
     assert_alike(name, run)
-
-
-# ---- the model over the mesh, beside one device ------------------------------------------------
-
-
-def data_parallel(f):
-    """Weights are on all devices, and the batch of each is another."""
-    return lambda w, x: jax.tree.map(lambda y: jax.lax.pmean(y, "data"), f(w, x))
-
-
-def fully_sharded(f):
-    """Each device has columns of the weights, and its part of the mean."""
-    whole = lambda w: jax.tree.map(
-        lambda p: jax.lax.all_gather(p, "data", axis=p.ndim - 1, tiled=True), w
-    )
-    return lambda w, x: jax.tree.map(lambda y: y / jax.lax.axis_size("data"), f(whole(w), x))
-
-
-MODELS = {
-    "data parallel": (data_parallel, SHARDED["data"][0], {}),
-    # Forward, all devices would follow their first columns at the same time.
-    "fully sharded": (fully_sharded, SHARDED["outputs"][0], {"mode": "reverse"}),
-}
-
-
-def means(w, x):
-    return {"mean": jnp.mean(outputs(w, x), axis=0)}
-
-
-def derivatives(loss, means, w, **options):
-    """Values, which depend on what is on all devices, and derivatives, which are as the weights."""
-    value, slopes = jgrad.value_and_grad(loss)(w)
-    output, jacobian = jgrad.value_and_jac(means, **options)(w)
-    executed, found = jgrad.execute_with_gradients(loss, w)
-    return (value, output, executed), {
-        "grad": jgrad.grad(loss)(w),
-        "value_and_grad": slopes,
-        "jac": jgrad.jac(means, **options)(w),
-        "value_and_jac": jacobian,
-        "hvp": jgrad.hvp(loss, (w,), (jax.tree.map(jnp.cos, w),)),
-        "execute_with_gradients": found,
-    }
-
-
-def by_jax(loss, means, w):
-    value, slopes = jax.value_and_grad(loss)(w)
-    output, jacobian = means(w), jax.jacrev(means)(w)
-    curvature = jax.jvp(jax.grad(loss), (w,), (jax.tree.map(jnp.cos, w),))[1]
-    found = dict.fromkeys(("grad", "value_and_grad", "execute_with_gradients"), slopes)
-    found |= dict.fromkeys(("jac", "value_and_jac"), jacobian) | {"hvp": curvature}
-    return (value, output, value), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-@every_mesh
-@pytest.mark.parametrize("name", MODELS)
-def test_models_on_a_mesh(name, axis_type, check_vma):
-    """All functions of a loss with collectives, beside JAX's own on one device.
-
-    Outside, the recipe of E25: a mean of what is the mean already is no other number. Columns of
-    weights need none: what gathers them adds up the gradients of all devices.
-    """
-    over, specs, options = MODELS[name]
-    mesh = mesh_of(axis_type, data=8)
-
-    def local(w, x):
-        values, slopes = derivatives(*(at(w, x, over(f)) for f in (loss, means)), w, **options)
-        if name == "data parallel":
-            slopes = jax.tree.map(lambda y: jax.lax.pmean(y, "data"), slopes)
-        else:
-            values = jax.tree.map(lambda y: jax.lax.psum(y, "data"), values)
-        return values, slopes
-
-    expected = by_jax(*(at(W, X, f) for f in (loss, means)), W)
-    own = "data" if name == "fully sharded" else None
-    step = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(specs, P("data")),
-        out_specs=(P(), jax.tree.map(lambda y: P(*[None] * (y.ndim - 1), own), expected[1])),
-        check_vma=check_vma,
-    )
-    found = jax.jit(step)(place(W, mesh, specs), place(X, mesh, P("data")))
-    chex.assert_trees_all_equal_structs(found, expected)
-    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)

@@ -50,14 +50,10 @@ def test_variable_data():
     assert jgrad.variable_data(X) is X
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (jgrad.inplace_update, {"a": [0.5, 0.25], "n": [3, 4, 5]}),
-        (jgrad.inplace_increment, {"a": [1.5, 2.25], "n": [3, 5, 7]}),
-        (jgrad.inplace_decrement, {"a": [0.5, 1.75], "n": [-3, -3, -3]}),
-    ],
-)
+@pytest.mark.parametrize(("function", "expected"),
+    [(jgrad.inplace_update, {"a": [0.5, 0.25], "n": [3, 4, 5]}),
+    (jgrad.inplace_increment, {"a": [1.5, 2.25], "n": [3, 5, 7]}),
+    (jgrad.inplace_decrement, {"a": [0.5, 1.75], "n": [-3, -3, -3]})])  # fmt: skip
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_inplace(function, expected, wrap):
     """New values with the dtypes of the old, and the old as they were."""

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
@@ -71,26 +70,14 @@ def assert_close(found, expected, rtol=1e-6):
 OPTAX = {
     "sgd": (optax.sgd(0.1, momentum=0.9), jgrad.gradient_descent(0.1, momentum=0.9)),
     "lion": (optax.lion(0.1, weight_decay=0.0), jgrad.lion(0.1, weight_decay=0.0)),
-    "clipped": (
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-        optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-2)),
-    ),
+    "clipped": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+     optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-2))),
     "injected": (optax.inject_hyperparams(optax.adam)(1e-2), jgrad.adam(1e-2)),
-    "apply_if_finite": (
-        optax.apply_if_finite(optax.adam(1e-2), 3),
-        jgrad.skip_nonfinite(jgrad.adam(1e-2)),
-    ),
-    "in 16 steps of 4": (
-        optax.MultiSteps(optax.adam(1e-2), 4),
-        jgrad.accumulate(jgrad.adam(1e-2), 4),
-    ),
-    "multi_transform": (
-        optax.partition(
-            {"a": optax.adam(1e-2), "b": optax.adam(1e-2)}, lambda w: _labels("a", "b")
-        ),
-        jgrad.adam(1e-2),
-    ),
-}
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(1e-2), 3), jgrad.skip_nonfinite(jgrad.adam(1e-2))),
+    "in 16 steps of 4": (optax.MultiSteps(optax.adam(1e-2), 4), jgrad.accumulate(jgrad.adam(1e-2), 4)),
+    "multi_transform": (optax.partition({"a": optax.adam(1e-2), "b": optax.adam(1e-2)}, lambda w: _labels("a", "b")),
+     jgrad.adam(1e-2)),
+}  # fmt: skip
 
 
 def _labels(of_matrices, of_others):
@@ -127,16 +114,6 @@ def test_frozen_leaves_of_a_partition(standard_promotion):
     assert_close(found, expected)
 
 
-@pytest.mark.slow
-def test_counters_by_meaning(standard_promotion):
-    bad = jax.tree.map(lambda x: x * jnp.nan, W)
-    theirs = optax.apply_if_finite(optax.adam(1e-2), 3)
-    _, old = theirs.update(bad, trained(theirs)[1], W)
-    state, account = carried(old, jgrad.skip_nonfinite(jgrad.adam(1e-2)))
-    assert (int(state.skipped), int(state.inner.step)) == (1, 3)
-    assert account.dropped == ("skip_nonfinite.notfinite_count", "skip_nonfinite.last_finite")
-
-
 # ---- recipes of jgrad --------------------------------------------------------------------------
 
 
@@ -169,20 +146,6 @@ def test_8_bits_and_layouts(pack):
         carried(rounded, half)[0].mw, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.mw)
     )
     assert_same(carried(carried(state, make(), pack(W))[0], make())[0], state)
-
-
-@pytest.mark.slow
-def test_other_layouts():
-    state = trained(make())[1]
-    for options in {"multiple_of": 8}, {"max_size": 100}, {"layer_axes": None}:
-        packed = jgrad.pack(W, **options)
-        there, account = carried(state, make(), packed)
-        assert account.converted + account.dropped + account.zero == ()
-        assert_same(carried(there, make())[0], state)
-        assert_same(
-            carried(there, make(), jgrad.pack(W))[0],
-            jgrad.pack(state, like=make().init(jgrad.pack(W))),
-        )
 
 
 MUON = jgrad.muon(1e-2, matrices=IS_MATRIX, adam_learning_rate=1e-3)
@@ -280,30 +243,6 @@ def test_other_fields():
     state, account = jgrad.carry_over(core, like=shapes)
     assert not jax.tree.leaves(state.report)[0]
     assert not account.zero
-
-
-# ---- files -------------------------------------------------------------------------------------
-
-
-def restored(path, state):
-    """What orbax makes of a file without a target."""
-    with ocp.StandardCheckpointer() as files:
-        files.save(path, state)
-        files.wait_until_finished()
-        return files.restore(path)
-
-
-@pytest.mark.slow
-def test_a_file_of_8_bits(tmp_path):
-    tx = jgrad.pack_small(make(moment_dtype="8bit"))
-    old = trained(tx)[1]
-    plain = restored(tmp_path / "state", old)
-    state, _ = jgrad.carry_over(plain, like=jax.eval_shape(tx.init, W), strict=True)
-    assert_same(state, old)
-    arrays, _ = jgrad.carry_over(plain, like=jax.eval_shape(make().init, W), params=tx.init(W))
-    assert_same(arrays, jgrad.unpack(unquantized(old)))
-    with pytest.raises(ValueError, match="the buffers of a packed tree, without their layout"):
-        jgrad.carry_over(plain, like=jax.eval_shape(make().init, W))
 
 
 # ---- paths -------------------------------------------------------------------------------------
@@ -495,7 +434,6 @@ def test_strict():
 
 
 OLD = make().init(W)
-LIKE = jax.eval_shape(make().init, W)
 OTHER = {**W, "embed": {"table": jnp.ones((10, 5))}}
 AVERAGED = jgrad.average_params(make(), 0.9)
 MAPPING = "expected a mapping of old paths to new ones, keys joined by slashes."
@@ -562,18 +500,11 @@ def test_reports_are_measured_again():
 # ---- no moment is kept -------------------------------------------------------------------------
 
 NONE_IS_KEPT = {
-    "other parameters": (
-        make().init(W),
-        make().init({"x": P["a"], "y": P["a"]}),
-        "mw/embed/table, mw/layers/0/b, mw/layers/0/w, none of which `like` would keep, expected "
-        "mw/x, mw/y, vw/x",
-    ),
-    "another moment": (
-        optax.chain(optax.scale_by_rms(), optax.scale_by_schedule(lambda step: 0.1)).init(P),
-        jgrad.gradient_descent(0.1, momentum=0.9).init(P),
-        "vw/a, none of which `like` would keep, expected mw/a",
-    ),
-}
+    "other parameters": (make().init(W), make().init({"x": P["a"], "y": P["a"]}),
+     "mw/embed/table, mw/layers/0/b, mw/layers/0/w, none of which `like` would keep, expected mw/x, mw/y, vw/x"),
+    "another moment": (optax.chain(optax.scale_by_rms(), optax.scale_by_schedule(lambda step: 0.1)).init(P),
+     jgrad.gradient_descent(0.1, momentum=0.9).init(P), "vw/a, none of which `like` would keep, expected mw/a"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NONE_IS_KEPT)

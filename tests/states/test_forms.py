@@ -33,16 +33,10 @@ def apart(w):
 
 
 @pytest.mark.slow(always=["apart to tree", "packed to apart"])
-@pytest.mark.parametrize(
-    ("of_old", "of_new", "change"),
-    [
-        (lambda w: w, jgrad.pack, "float32 to 8 bits"),
-        (jgrad.pack, lambda w: w, "8 bits to float32"),
-        (jgrad.pack, apart, "8 bits to float32"),
-        (apart, lambda w: w, None),
-    ],
-    ids=["tree to packed", "packed to tree", "packed to apart", "apart to tree"],
-)
+@pytest.mark.parametrize(("of_old", "of_new", "change"),
+    [(lambda w: w, jgrad.pack, "float32 to 8 bits"), (jgrad.pack, lambda w: w, "8 bits to float32"),
+    (jgrad.pack, apart, "8 bits to float32"), (apart, lambda w: w, None)],
+    ids=["tree to packed", "packed to tree", "packed to apart", "apart to tree"])  # fmt: skip
 def test_the_account_of_small_leaves(of_old, of_new, change):
     """Small leaves are in 8 bits where their buffer is, and accounts say when that changes."""
     old = trained(eight, of_old(W), of_old(G))

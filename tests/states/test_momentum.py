@@ -164,29 +164,18 @@ def test_second_moments_are_not_made_up():
 
 @pytest.mark.slow
 def test_what_like_gives_is_not_zeroed(standard_promotion):
-    """The coefficients of optax's `muon`, and the key of Sophia; where `like` has shapes, an error."""
-    new = METHODS["optax.muon"][0]
-    like = new.init(W)
+    """The coefficients of optax's `muon`, and the key of Sophia."""
+    like = METHODS["optax.muon"][0].init(W)
     state, account = carried(state_of("muon"), like, momentum="keep")
-    for old, options in (state, {}), (state_of("adam"), {"momentum": "keep"}):
-        found, _ = carried(old, like, **options)
-        of_matrices = found.inner_states["muon"].inner_state[0]
-        np.testing.assert_array_equal(
-            of_matrices.ns_coeffs, like.inner_states["muon"].inner_state[0].ns_coeffs
-        )
-        assert new.update(W, found, W)[0]["w"].any()
+    for old in state, state_of("adam"):
+        found, _ = carried(old, like, momentum="keep")
+        pair = (x.inner_states["muon"].inner_state[0].ns_coeffs for x in (found, like))
+        np.testing.assert_array_equal(*pair)
     assert any("ns_coeffs" in x for x in account.from_like)
     like = METHODS["sophia"][0].init(W)
-    key = jax.random.key_data(like[0].hessian_fn_state.key)
     state, _ = carried(state_of("optax.lion"), like, reset=True)
-    np.testing.assert_array_equal(jax.random.key_data(state[0].hessian_fn_state.key), key)
-    assert_error(
-        ValueError,
-        "carry_over: `like` at .inner_states['muon'].inner_state[0].ns_coeffs: the shape of a part that "
-        "`old` does not have, and that starts at unknown numbers, expected arrays: "
-        "`like=tx.init(params)`.",
-        lambda: carried(state_of("muon"), jax.eval_shape(new.init, W), momentum="keep"),
-    )
+    keys = (jax.random.key_data(x[0].hessian_fn_state.key) for x in (state, like))
+    np.testing.assert_array_equal(*keys)
 
 
 def test_numbers_that_like_gives_are_kept():

@@ -89,40 +89,19 @@ AROUND, BESIDE = hyperball(accumulate(adam)), optax.chain(scheduled, accumulate(
 NEAR = {
     "accumulate removed inside hyperball": (AROUND, hyperball(adam), {HYPERBALL: 7, ADAM: 2}),
     "hyperball removed": (AROUND, accumulate(adam), {ACCUMULATE: 1, ADAM: 2}),
-    "hyperball moved inside": (
-        AROUND,
-        accumulate(hyperball(adam)),
-        {ACCUMULATE: 1, HYPERBALL: 2, ADAM: 2},
-    ),
-    "to MultiSteps": (
-        AROUND,
-        hyperball(multi_steps(adam)),
-        {HYPERBALL: 7, MULTI_STEPS: 2, ADAM: 2},
-    ),
-    "from MultiSteps": (
-        optax.chain(scheduled, multi_steps(adam)),
-        BESIDE,
-        {SCHEDULE: 7, ACCUMULATE: 0, ADAM: 2},
-    ),
+    "hyperball moved inside": (AROUND, accumulate(hyperball(adam)), {ACCUMULATE: 1, HYPERBALL: 2, ADAM: 2}),
+    "to MultiSteps": (AROUND, hyperball(multi_steps(adam)), {HYPERBALL: 7, MULTI_STEPS: 2, ADAM: 2}),
+    "from MultiSteps": (optax.chain(scheduled, multi_steps(adam)), BESIDE, {SCHEDULE: 7, ACCUMULATE: 0, ADAM: 2}),
     "hyperball around, accumulate inside": (adam, AROUND, {HYPERBALL: 7, ACCUMULATE: 0, ADAM: 7}),
-    "accumulate around hyperball": (
-        hyperball(adam),
-        accumulate(hyperball(adam)),
-        {ACCUMULATE: 0, HYPERBALL: 7, ADAM: 7},
-    ),
-    "the other order of a chain": (
-        BESIDE,
-        optax.chain(accumulate(adam), scheduled),
-        {ACCUMULATE: 1, ADAM: 2, SCHEDULE: 7},
-    ),
-    "the schedule moved inside": (
-        BESIDE,
-        accumulate(optax.chain(scheduled, adam)),
-        {ACCUMULATE: 1, SCHEDULE: 2, ADAM: 2},
-    ),
+    "accumulate around hyperball": (hyperball(adam), accumulate(hyperball(adam)),
+     {ACCUMULATE: 0, HYPERBALL: 7, ADAM: 7}),
+    "the other order of a chain": (BESIDE, optax.chain(accumulate(adam), scheduled),
+     {ACCUMULATE: 1, ADAM: 2, SCHEDULE: 7}),
+    "the schedule moved inside": (BESIDE, accumulate(optax.chain(scheduled, adam)),
+     {ACCUMULATE: 1, SCHEDULE: 2, ADAM: 2}),
     "accumulate removed in a chain": (BESIDE, optax.chain(scheduled, adam), {SCHEDULE: 7, ADAM: 2}),
     "hyperball for a schedule": (BESIDE, AROUND, {HYPERBALL: 7, ACCUMULATE: 1, ADAM: 2}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEAR)

@@ -186,12 +186,8 @@ ADDED = {
     "a schedule first": ("", lambda tx: optax.chain(OF_OPTAX["schedule"](), tx), lambda s: s[1]),
     "a schedule last": ("", lambda tx: optax.chain(tx, OF_OPTAX["schedule"]()), lambda s: s[0]),
     "a name": ("", lambda tx: optax.named_chain(("a", tx)), lambda s: s["a"]),
-    "a label": (
-        "",
-        lambda tx: optax.partition({"mu": tx}, "mu"),
-        lambda s: s.inner_states["mu"].inner_state,
-    ),
-}
+    "a label": ("", lambda tx: optax.partition({"mu": tx}, "mu"), lambda s: s.inner_states["mu"].inner_state),
+}  # fmt: skip
 SAME_KIND = {
     "accumulate": {"accumulate", "weighted", "MultiSteps"},
     "skip": {"skip_nonfinite", "apply_if_finite"},
@@ -201,16 +197,8 @@ SAME_KIND = {
 @pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds, added=st.sampled_from(sorted(ADDED)))
-@example(
-    recipe=(
-        "named_chain",
-        ("a", "b"),
-        ("wrapper", "watch", ("wrapper", "watch", ("method", "adam"))),
-        ("optax", "adam"),
-    ),
-    seed=0,
-    added="accumulate",
-)
+@example(recipe=("named_chain", ("a", "b"), ("wrapper", "watch",
+    ("wrapper", "watch", ("method", "adam"))), ("optax", "adam")), seed=0, added="accumulate")  # fmt: skip
 def test_one_more_and_one_less(recipe, seed, added):
     """What the new part is around is as it was, unless there is another of its kind."""
     kind, wrapped, inner = ADDED[added]
@@ -235,6 +223,7 @@ def relabeled(recipe):
     return kind, *rest
 
 
+@pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds)
 def test_other_labels(recipe, seed):

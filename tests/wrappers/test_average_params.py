@@ -6,12 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.cases import gradients, params
-from tests.multi_device.meshes import mesh_of
-from tests.support.loops import every_step, step_of, step_on
+from tests.support.loops import every_step, step_of
 
 X = jnp.ones(3)
 
@@ -39,16 +37,8 @@ def assert_reference(states, trees, decay, rtol):
 
 
 @pytest.mark.slow(one_in=16)
-@pytest.mark.parametrize(
-    ("dtype", "rtol"),
-    [
-        ("float64", 1e-13),
-        ("complex128", 1e-13),
-        ("float32", 3e-6),
-        ("bfloat16", 3e-6),
-        ("float16", 3e-6),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rtol"), [("float64", 1e-13), ("complex128", 1e-13),
+    ("float32", 3e-6), ("bfloat16", 3e-6), ("float16", 3e-6)])  # fmt: skip
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 0.9999])
 def test_reference(dtype, decay, rtol, x64):
     """100 steps: that of the weights as they are stored, in float32 or wider."""
@@ -160,34 +150,24 @@ def test_leaves_that_are_not_averaged(count):
 # ---- a late start, and without the first parameters ----------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0, 3])
-def test_debiased(start, x64, standard_promotion):
-    """The weighted mean of the parameters after the start, written from its definition."""
-    decay, count = 0.9, 8
-    w = jnp.zeros(3, jnp.float64) + 5
-    tx = jgrad.average_params(jgrad.gradient_descent(1.0), decay, start=start, debias=True)
-    state, seen = tx.init(w), []
-    for g in np.random.RandomState(0).randn(count, 3):
-        updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
-        w = optax.apply_updates(w, updates)
-        seen.append(np.asarray(w))
-    own = seen[start:]
-    weights = [decay ** (len(own) - 1 - i) for i in range(len(own))]
-    expected = np.average(own, axis=0, weights=weights)
-    np.testing.assert_allclose(optax.tree.get(state, "average"), expected, rtol=1e-12)
-
-
-def test_late_start(x64, standard_promotion):
-    """A copy of the newest parameters up to the start, and their average from there on."""
-    decay, start = 0.9, 3
-    w = jnp.zeros(3, jnp.float64)
-    tx = jgrad.average_params(jgrad.gradient_descent(1.0), decay, start=start)
-    state, expected = tx.init(w), np.zeros(3)
+@pytest.mark.parametrize(("start", "debias"), [(0, True), (3, True), (3, False)])
+def test_late_start_and_debiased(start, debias, x64, standard_promotion):
+    """Up to the start the newest parameters; then their average, or their mean by the weights of that."""
+    decay, w, seen = 0.9, jnp.zeros(3, jnp.float64) + 5, []
+    tx = jgrad.average_params(jgrad.gradient_descent(1.0), decay, start=start, debias=debias)
+    state, expected = tx.init(w), 0
     for i, g in enumerate(np.random.RandomState(0).randn(8, 3)):
         updates, state = jax.jit(tx.update)(jnp.asarray(g), state, w)
         w = optax.apply_updates(w, updates)
-        own = decay if i >= start else 0.0
-        expected = own * expected + (1 - own) * np.asarray(w)
+        seen = [*seen, np.asarray(w)] if i >= start else []
+        if not debias:
+            expected = (
+                decay * expected + (1 - decay) * np.asarray(w) if i >= start else np.asarray(w)
+            )
+        elif seen:
+            expected = np.average(seen, axis=0, weights=[decay**k for k in range(len(seen))][::-1])
+        else:
+            continue
         np.testing.assert_allclose(optax.tree.get(state, "average"), expected, rtol=1e-12)
 
 
@@ -219,21 +199,3 @@ def test_an_injected_start():
         _, state = jax.jit(tx.update)(jnp.full(3, g), state, w)
         average = optax.tree.get(state, "average")
         np.testing.assert_allclose(average, expected, rtol=1e-6)
-
-
-@pytest.mark.slow(one_in=4)
-@pytest.mark.parametrize("options", [{"start": 2}, {"start": 1, "debias": True}], ids=str)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_start_and_debias_of_sharded_leaves(check_vma, options):
-    """Those of one device: a leaf is averaged where its shards are."""
-    w = {"w": jnp.arange(8.0).reshape(4, 2), "b": jnp.ones(3)}
-    grads = [jax.tree.map(lambda x, i=i: (i + 1) * jnp.ones_like(x), w) for i in range(4)]
-    tx = jgrad.average_params(jgrad.gradient_descent(0.1), 0.9, **options)
-    (_, expected), found, state = every_step(tx, w, grads)[-1], w, tx.init(w)
-    spec = {"w": P("model"), "b": P()}
-    of_state = jgrad.EmaState(P(), spec, jax.tree.map(lambda _: P(), state.inner))
-    step = step_on(mesh_of(model=2), tx, spec, of_state, check_vma)
-    for g in grads:
-        found, state = step(found, state, g)
-    chex.assert_trees_all_close(state.average, expected.average, rtol=1e-6)
-    assert state.average["w"].sharding.spec == P("model")

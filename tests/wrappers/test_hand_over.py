@@ -1,6 +1,5 @@
 """The hand-over between wrappers: one of twenty lines, and those of other libraries between ours."""
 
-import functools
 import inspect
 import pathlib
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from tests.cases import gradients, params
 from tests.support.loops import assert_equal, compiled, every_step, train
 
 X = jnp.ones(3)
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
 
 
 # ---- a wrapper of ours, as CONTRIBUTING.md says how to write it --------------------------------
@@ -209,43 +208,6 @@ def test_means_arrive_unrounded(third_party, wrap):
     np.testing.assert_allclose(optax.tree.get(state, "trace"), scale * mean, rtol=1e-6)
 
 
-EIGHT_BITS = jgrad.adam(0.1, moment_dtype="8bit")
-ALONE = jgrad.skip_nonfinite(jgrad.accumulate(EIGHT_BITS, 2))
-
-
-@functools.cache
-def skipping(third_party):
-    """With a transformation between, and what has the same updates without it."""
-    tx = jgrad.skip_nonfinite(third_party(jgrad.accumulate(EIGHT_BITS, 2)))
-    if third_party is scaling:  # which scales means and updates
-        scaled = optax.chain(optax.scale(0.5), EIGHT_BITS, optax.scale(2.0))
-        return tx, jgrad.skip_nonfinite(jgrad.accumulate(scaled, 2))
-    return tx, ALONE
-
-
-@pytest.mark.slow
-@between
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("at", [1, 3], ids=["within", "last"])
-def test_one_mini_batch_is_left_out(third_party, at, bad):
-    """As around `accumulate` itself: the window goes on, and closes as usual."""
-    w, grads = params(), gradients(6)
-    grads[at] = jax.tree.map(lambda x: x * bad, grads[at])
-    tx, alone = skipping(third_party)
-    found, expected = (every_step(each, w, grads) for each in (tx, alone))
-    for (x, state), (y, _) in zip(found, expected, strict=True):
-        close(x, y)
-        chex.assert_tree_all_finite(x)
-        windows = [
-            s
-            for s in jax.tree.leaves(state, is_leaf=lambda s: isinstance(s, jgrad.AccumulateState))
-            if isinstance(s, jgrad.AccumulateState)
-        ]
-    assert [int(s.skipped) for s in windows] == [1]
-    assert int(state.skipped) == 1
-    assert int(optax.tree.get(state, "step")) == 3
-
-
 def test_a_state_in_which_nobody_finds_the_window():
     """The bad call is as if it had not been: its window closes a call later, with the right mean."""
     tx = jgrad.skip_nonfinite(storing_bytes(jgrad.accumulate(jgrad.gradient_descent(1.0), 2)))
@@ -308,12 +270,3 @@ def test_states_that_another_swaps():
     state = safe.init(X)
     _, new = compiled(safe)(X, state, NAN * X)
     assert_equal(new.inner, state.inner)
-
-
-def test_branch_of_a_window_further_inside():
-    tx = jgrad.skip_nonfinite(counting(jgrad.accumulate(optax.scale(1.0), 2)), branch=True)
-    with pytest.raises(ValueError) as caught:
-        tx.update(X, tx.init(X))
-    assert (
-        str(caught.value) == "skip_nonfinite: `branch`: True, expected False around `accumulate`."
-    )

@@ -9,6 +9,7 @@ import jgrad
 from tests.cases import RATE, rank_two
 from tests.support.errors import assert_error
 from tests.wrappers.test_every_wrapper import WRAPPERS
+from tests.wrappers.test_hand_over import counting
 
 X, SGD, ADAM, LAMB = jnp.ones(3), jgrad.gradient_descent(0.1), jgrad.adam(0.1), jgrad.lamb(0.1)
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
@@ -76,38 +77,24 @@ weigh = jgrad.accumulate(SGD, 2, weighted=True)
 keep_norm = jgrad.hyperball(SGD, RATE, leaves=rank_two)
 # Of each number: how it is given, the interval that it is from, and what is just outside.
 NUMBERS = {
-    "accumulate: `weight`": (
-        lambda x: weigh.update(X, weigh.init(X), X, weight=x),
-        "[0, inf)",
-        -1.0,
-    ),
+    "accumulate: `weight`": (lambda x: weigh.update(X, weigh.init(X), X, weight=x), "[0, inf)", -1.0),
     "clip_by_global_norm: `max_norm`": (jgrad.clip_by_global_norm, "[0, inf)", -1.0),
     "average_params: `decay`": (lambda x: jgrad.average_params(SGD, x), "[0, 1)", 1.0),
-    "hyperball: `hyperball_learning_rate`": (
-        lambda x: keep_norm.update(W, keep_norm.init(W), W, hyperball_learning_rate=x),
-        "[0, inf)",
-        -1.0,
-    ),
+    "hyperball: `hyperball_learning_rate`": (lambda x: keep_norm.update(W, keep_norm.init(W), W,
+     hyperball_learning_rate=x), "[0, inf)", -1.0),
     "schedule_free: `beta`": (lambda x: jgrad.schedule_free(SGD, beta=x), "[0, 1)", 1.0),
-    "skip_nonfinite: `loss_scale`": (
-        lambda x: jgrad.skip_nonfinite(SGD, loss_scale=x),
-        "[1, 2^125]",
-        2.0**126,
-    ),
+    "skip_nonfinite: `loss_scale`": (lambda x: jgrad.skip_nonfinite(SGD, loss_scale=x), "[1, 2^125]", 2.0**126),
     "skip_spikes: `deviations`": (lambda x: jgrad.skip_spikes(SGD, deviations=x), "[0, inf)", -1.0),
-}
+}  # fmt: skip
 INTEGERS = {
     "accumulate: `every`": (lambda n: jgrad.accumulate(SGD, n), 1),
     "average_params: `start`": (lambda n: jgrad.average_params(SGD, 0.9, start=n), 0),
     "pack_small: `max_size`": (lambda n: jgrad.pack_small(SGD, max_size=n), 0),
-    "skip_nonfinite: `growth_interval`": (
-        lambda n: jgrad.skip_nonfinite(SGD, loss_scale=2.0, growth_interval=n),
-        1,
-    ),
+    "skip_nonfinite: `growth_interval`": (lambda n: jgrad.skip_nonfinite(SGD, loss_scale=2.0, growth_interval=n), 1),
     "skip_spikes: `window`": (lambda n: jgrad.skip_spikes(SGD, window=n), 4),
     "stochastic_rounding: `seed`": (lambda n: jgrad.stochastic_rounding(SGD, seed=n), 0),
     "watch: `every`": (lambda n: jgrad.watch(SGD, every=n), 1),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NUMBERS)
@@ -156,6 +143,8 @@ STACKED = {"layer_3": {"w": None, "b": 0}}
 MESSAGES = [
     (ValueError, "accumulate: `every`: a function, expected an int, since no state inside counts its updates, "
      "as the states of jgrad's optimizers do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
+    (AttributeError, "AccumulateState: `gradient_step`: no state inside counts its updates, expected one of a method of "
+     "jgrad, or of a schedule.", lambda: jgrad.accumulate(optax.sgd(0.1), 2).init(X).gradient_step),
     (ValueError, "accumulate: `every`: 0, expected a number in [1, 2^31).",
      lambda: jgrad.accumulate(SGD, lambda n: 0).init(X)),
     (ValueError, "accumulate: `every`: -1, expected a number in [1, 2^31).",
@@ -189,6 +178,10 @@ MESSAGES = [
      "['a']; only `updates` has ['layer_3'].", lambda: update(clip(1.0, mesh_axes={"a": None}))),
     (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
      "number.", lambda: update(clip(1.0), with_b("abc"))),
+    (ValueError, "clip_by_global_norm: `of`: 'last' of type str, expected one of 'current', 'previous'.",
+     lambda: clip(1.0, of="last")),
+    (TypeError, "clip_by_global_norm: `state`: EmptyState, expected the ClipState that this `clip_by_global_norm` made "
+     "with `init`.", lambda: update(clip(1.0, of="previous"), state=clip(1.0).init(W))),
     (TypeError, f"clip_by_global_norm: `mesh_axes` at ['a']: 3 of type int, {AXES}",
      lambda: clip(1.0, mesh_axes={"a": 3})),
     (ValueError, "average_params: `debias`: True, expected False where `decay` is a function.",
@@ -226,6 +219,8 @@ MESSAGES = [
     (ValueError, f"schedule_free: `step_power`: 4.5, {POWER}", lambda: free(ADAM, step_power=4.5)),
     (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
      lambda: update(jgrad.skip_nonfinite(window, branch=True))),
+    (ValueError, "skip_nonfinite: `branch`: True, expected False around `accumulate`.",
+     lambda: update(jgrad.skip_nonfinite(counting(window), branch=True))),
     (TypeError, "skip_nonfinite: `finite`: 1 of type int, expected None or one bool.",
      lambda: update(in_window, finite=1)),
     (TypeError, "skip_nonfinite: `finite`: an array of float32 and shape (3,), expected None or one bool.",
@@ -262,12 +257,3 @@ MESSAGES = [
 @pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
 def test_message(error, message, call):
     assert_error(error, message, call)
-
-
-def test_a_state_that_counts_no_updates():
-    message = (
-        "AccumulateState: `gradient_step`: no state inside counts its updates, expected one of a "
-        "method of jgrad, or of a schedule."
-    )
-    state = jgrad.accumulate(optax.sgd(0.1), 2).init(X)
-    assert_error(AttributeError, message, lambda: state.gradient_step)

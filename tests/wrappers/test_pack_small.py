@@ -12,7 +12,7 @@ import pytest
 from flax import nnx, serialization
 
 import jgrad
-from tests.cases import every_case, rank_two
+from tests.cases import every_case
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 from tests.support.packed_model import SMALL, assert_close, gradients, normal
@@ -52,27 +52,6 @@ def test_what_is_packed():
     assert set(apart.mw.buffers) == {"leaf 3", "bfloat16 small", "float32 small"}
 
 
-@pytest.mark.slow
-@pytest.mark.bits
-@pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"max_size": 9000}, marks=pytest.mark.slow)],
-    ids=["default", "large leaves packed"],
-)
-def test_small_leaves_beside_moments_in_8_bits(options):
-    """Up to 2048 elements they fill no buffer in 8 bits, and beside larger ones they are apart."""
-    rng = np.random.default_rng(0)
-    shapes = {"a": (16, 512), "b": (90,), "c": (70, 90), "e": (2000,)}
-    w, *grads = (
-        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-        for _ in range(3)
-    )
-    tx = jgrad.adam(0.01, moment_dtype="8bit")
-    found = train(jgrad.pack_small(tx, **options), w, grads)
-    assert ("leaf 0" in found[1].mw.buffers) == (not options)
-    assert_equal(jgrad.unpack(found), train(tx, w, grads))
-
-
 @pytest.mark.slow(one_in=3)
 @pytest.mark.bits
 @pytest.mark.parametrize("zero", [None, "float0", "integers"])
@@ -97,46 +76,6 @@ def test_gradients_of_several_dtypes():
     g = {"a": jnp.ones(30, jnp.bfloat16), "b": jnp.ones(30)}
     tx = jgrad.adam(0.1)
     assert_equal(jgrad.unpack(train(jgrad.pack_small(tx), w, [g])), train(tx, w, [g]))
-
-
-@pytest.mark.slow
-def test_inside_and_outside_of_others():
-    """Arguments of the call reach the transformation inside; options are those of the tree."""
-    w, grads = normal(0), gradients()
-    rates = {"layer": 0.1, "rest": [0.01, 0.2, 0.0]}
-    ways = (
-        lambda pack: jgrad.accumulate(pack(jgrad.adam(rates)), 2),
-        lambda pack: pack(jgrad.accumulate(jgrad.adam(rates), 2)),
-        lambda pack: jgrad.skip_nonfinite(pack(jgrad.average_params(jgrad.adam(rates), 0.9))),
-        lambda pack: pack(jgrad.master_weights(jgrad.adam(rates))),
-        lambda pack: pack(jgrad.hyperball(jgrad.adam(rates), 0.02, leaves=rank_two)),
-    )
-    for way in ways:
-        found = train(way(lambda tx: jgrad.pack_small(tx, max_size=SMALL)), w, grads)
-        assert_equal(jgrad.unpack(found), train(way(lambda tx: tx), w, grads))
-    tx = jgrad.adam(0.1)
-    small = jgrad.pack_small(tx)
-    g = grads[0]
-    found, _ = small.update(g, small.init(w), w, learning_rate=rates)
-    assert_close(found, tx.update(g, tx.init(w), w, learning_rate=rates)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_rates_for_each_element():
-    w = {"a": jnp.ones(100), "b": jnp.ones(3000)}
-    tx = jgrad.adam({"a": jnp.linspace(0, 1, 100), "b": 0.1})
-    assert_equal(train(jgrad.pack_small(tx), w, [w])[0], train(tx, w, [w])[0])
-
-
-@pytest.mark.slow
-def test_masks_of_optax_go_outside():
-    """Inside, they would see buffers."""
-    w, g = normal(0), normal(1)
-    mask = lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
-    tx = jgrad.adam(0.1)
-    found = train(optax.masked(jgrad.pack_small(tx, max_size=SMALL), mask), w, [g])[0]
-    assert_close(found, train(optax.masked(tx, mask), w, [g])[0])
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -281,18 +220,3 @@ def test_packed_parameters_of_nnx():
         "parameters as a tree, or call `tx.update` yourself."
     )
     assert_error(ValueError, message, lambda: step(model, optimizer))
-
-    tx = jgrad.adam(0.1)
-
-    @nnx.jit
-    def by_hand(model, state):
-        params = nnx.state(model, nnx.Param)
-        updates, state = tx.update(nnx.grad(loss)(model), state, params)
-        nnx.update(model, optax.apply_updates(params, updates))
-        return state
-
-    model = Model(jgrad.pack({"a": jnp.ones(3)}))
-    state = tx.init(nnx.state(model, nnx.Param))
-    for _ in range(2):
-        state = by_hand(model, state)
-    np.testing.assert_allclose(jgrad.unpack(model.w.get_value())["a"], 0.8, rtol=1e-5)

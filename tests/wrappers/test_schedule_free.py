@@ -52,7 +52,7 @@ OPTIONS = [{"beta": 0.5}, {"step_power": 1.0}, {"weight_power": 0.0}]
 STEPS = [*((rate, {}) for rate in RATES), *(("warm-up", options) for options in OPTIONS)]
 
 
-@pytest.mark.slow(always=["float64-falling-options3", "float64-warm-up-options5"])
+@pytest.mark.slow(always=["float64-warm-up-options5"])
 @pytest.mark.parametrize(("rate", "options"), STEPS)
 @pytest.mark.parametrize("dtype", mostly_slow(["float64", "float32", "complex128"], "float64"))
 def test_reference(rate, options, dtype, x64, standard_promotion):
@@ -76,7 +76,7 @@ RATES_OF_A_CALL = {
 }
 
 
-@pytest.mark.slow(always=["number-False", "rules-False"])
+@pytest.mark.slow(always=["rules-False"])
 @pytest.mark.parametrize("packed", mostly_slow([False, True], False))
 @pytest.mark.parametrize("form", RATES_OF_A_CALL)
 def test_the_rate_of_each_call(form, packed, standard_promotion):
@@ -121,19 +121,13 @@ def test_equal_weights_are_the_mean():
     np.testing.assert_allclose(w.astype(jnp.float32), state.z, rtol=2**-8)
 
 
-@pytest.mark.slow
-def test_leaves_that_do_not_move():
-    """Integers, None, and a missing gradient: z and average stay, bit for bit."""
-    w = {"a": jnp.ones(3), "b": jnp.full(2, 2.0), "n": jnp.arange(2), "x": None}
-    g = {"a": jnp.ones(3), "b": jnp.ones(2), "n": None, "x": None}
-    tx = adamw(0.01)
-    w, state = train(tx, w, [g, g])
-    updates, new = tx.update(g | {"b": None}, state, w)
+def test_a_leaf_without_a_gradient_stays():
+    """So do its z and its average, bit for bit."""
+    w, tx = {"a": jnp.ones(3), "b": jnp.full(2, 2.0)}, adamw(0.01)
+    w, state = train(tx, w, [w, w])
+    updates, new = tx.update(w | {"b": None}, state, w)
     assert_equal((new.z["b"], new.average["b"]), (state.z["b"], state.average["b"]))
     assert not np.any(updates["b"])
-    assert_equal(updates["n"], jnp.zeros(2, jnp.int32))
-    assert updates["x"] is None
-    assert state.z["n"] is None
 
 
 def test_double_precision(x64):
@@ -154,14 +148,8 @@ def test_double_precision(x64):
     assert tx.init({"b": w["b"], "n": w["n"]}).weight_sum.dtype == jnp.float32
 
 
-@pytest.mark.slow(
-    always=[
-        "['float64', 'float64']-float32",
-        "['float64', 'float64']-float64",
-        "['float32', 'float64']-float32",
-        "['float32', 'float64']-float64",
-    ]
-)
+@pytest.mark.slow(always=["['float64', 'float64']-float32", "['float64', 'float64']-float64",
+    "['float32', 'float64']-float32", "['float32', 'float64']-float64"])  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
     "rates", [["float32"] * 2, ["float64"] * 2, ["float32", "float64"]], ids=str

@@ -217,15 +217,6 @@ def test_a_weight_that_jumps():
     assert abs(np.mean(error)) < 0.02
 
 
-@pytest.mark.slow
-def test_skipping_is_that_of_nothing_to_skip():
-    """With finite gradients `skip_nonfinite` around it changes no bit."""
-    w, grads = params(BF16), gradients(3, BF16)
-    tx = jgrad.stochastic_rounding(ADAMW)
-    found, _ = train(jgrad.skip_nonfinite(tx), w, grads)
-    assert_equal(found, train(tx, w, grads)[0])
-
-
 def test_the_average_inside_is_of_unrounded_weights():
     tx = jgrad.stochastic_rounding(jgrad.average_params(jgrad.gradient_descent(1e-5), 0.0))
     updates, state = tx.update(X, tx.init(X), X)
