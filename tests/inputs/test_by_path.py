@@ -1,8 +1,6 @@
 """`by_path`: which leaf has which value, and every option that takes it."""
 
 import collections
-import functools
-import inspect
 
 import chex
 import equinox as eqx
@@ -16,7 +14,6 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.cases import every_case, gradients, params
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, run, train
 
@@ -230,68 +227,6 @@ def test_as_partition_of_optax(tx, make, form):
     assert isinstance(state, jgrad.OptState)
     for a, b in zip(found, expected, strict=True):
         assert_near(a, b)
-
-
-def values_of(tree, values, step=0):
-    """A tree of numbers, a different one for each leaf of a layer, as rules and as a tree."""
-    names = [
-        "/".join(map(str, (getattr(k, "key", getattr(k, "idx", k)) for k in path)))
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    numbers = [values[i % len(values)] for i in range(len(names))]
-    as_tree = jax.tree.unflatten(jax.tree.structure(tree), numbers)
-    return jgrad.by_path(dict(zip(names, numbers, strict=True))), as_tree
-
-
-OPTIONS = {
-    "learning_rate": (1e-2, 3e-3, 1e-3),
-    "weight_decay": (0.1, 0.0, 0.01),
-    "beta1": (0.9, 0.8),
-    "beta2": (0.99, 0.95),
-    "epsilon": (1e-8, 1e-3),
-    "momentum": (0.9, 0.5),
-}
-
-
-def options_of(case, tree):
-    """Every number that the method has, by path and as trees."""
-    known = {
-        case.of_adam(name) if name[:4] in ("beta", "epsi") else name: values
-        for name, values in OPTIONS.items()
-    }
-    names = inspect.signature(case.make).parameters
-    own = {name: values for name, values in known.items() if name in names}
-    if "mw" not in case.state or "fraction" in case.options:  # a sum has no momentum
-        own.pop("momentum", None)
-    if case.make is jgrad.adafactor:  # a pair of numbers
-        own.pop("epsilon")
-    if case.options.get("rule") == "ivy":
-        own.pop("epsilon", None) if case.make is jgrad.lars else None
-    pairs = {name: values_of(tree, values) for name, values in own.items()}
-    return [{name: pair[i] for name, pair in pairs.items()} for i in range(2)]
-
-
-@every_case(("lars_masked", "momentum", "muon"))
-@pytest.mark.parametrize(
-    "form", ["tree", "packed", pytest.param("wrapped", marks=pytest.mark.slow)]
-)
-def test_rules_are_trees(case, form):
-    """Rules and the tree of their values are one program; packed, leaves have the same bits."""
-    w, grads = params(), gradients(3)
-    rules, tree = options_of(case, w)
-    others = {k: v for k, v in case.options.items() if k not in rules}
-    made = [case.make(**options, **others) for options in (rules, tree)]
-    if form == "packed":
-        pack = functools.partial(jgrad.pack, max_size=None if case.packs else 0)
-        w, grads = pack(w), list(map(pack, grads))
-    if form == "wrapped":
-        made = [
-            jgrad.skip_nonfinite(
-                jgrad.accumulate(optax.chain(jgrad.clip_by_global_norm(9.0), tx), 2)
-            )
-            for tx in made
-        ]
-    assert_equal(*(train(tx, w, grads) for tx in made))
 
 
 def test_layers_places_and_masks():

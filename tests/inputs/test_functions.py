@@ -173,16 +173,6 @@ def matrices(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["weight_decay_mask", "trust_ratio_mask"])
-def test_masks(option):
-    """A function in a tree is called with shapes; a mask in a callable model is not called."""
-    tx = lambda mask: jgrad.lamb(0.1, weight_decay=0.1, **{option: mask})
-    expected = trained(tx({"w": True, "b": False}))[0]
-    assert_same(trained(tx(Closure(matrices)))[0], expected)
-    assert_same(trained(tx(Model(w=True, b=False)), MODEL)[0], expected[::-1])
-
-
 @pytest.mark.parametrize(
     "true",
     [np.array(True), np.bool_(True), np.array([True]), jnp.array(True), jnp.array([[True]])],

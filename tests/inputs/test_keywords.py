@@ -199,12 +199,6 @@ def test_a_number_that_these_options_do_not_use(name):
     assert_error(ValueError, message, lambda: update(name, error_decay=0.5))
 
 
-@every_row
-def test_weights(name):
-    """For `weight` it is taken where no loss of a line search may have it."""
-    assert_refused(name, "weights", "`weight`")
-
-
 def test_no_keyword_is_missing(monkeypatch):
     """The table has what some `update` asks for, and nothing else."""
     asked = set()

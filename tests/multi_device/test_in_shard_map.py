@@ -17,11 +17,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests.cases import CASES
 from tests.multi_device.meshes import (
     mesh_of,
     place,
-    shardings_of,
     specs_of as specs_of_arrays,
     varying,
 )
@@ -374,24 +372,6 @@ def test_a_rate_of_each_device():
 
     run = jax.shard_map(run, mesh=mesh_of(d=DEVICES), in_specs=P("d"), out_specs=(P("d"), P()))
     jax.eval_shape(run, jnp.ones((8, 3)), jnp.ones(8))
-
-
-@pytest.mark.parametrize("moment_dtype", [None, jnp.bfloat16, "8bit"], ids=str)
-def test_results_vary_as_what_they_replace(moment_dtype):
-    """Of every optimizer, beside a leaf that is on all devices: JAX accepts the specs of arguments."""
-    specs = ROWS["tree"]
-    w = {name: jnp.ones((8192,)) for name in SHAPES} | {"w": jnp.ones((128, 256))}
-    for case in (case.without_masks() for case in CASES):
-        if moment_dtype is None or case.rounded:
-            options = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
-            tx = case.tx(**options, **({} if case.elementwise else {"mesh_axes": specs}))
-            state = jax.eval_shape(tx.init, w)
-            shardings = shardings_of(mesh_of(d=8), specs)
-            own = specs, specs_of_arrays(jgrad.state_shardings(tx, w, shardings))
-            step = jax.shard_map(
-                step_of(tx), mesh=mesh_of(d=8), in_specs=(*own, specs), out_specs=own
-            )
-            jax.eval_shape(step, w, state, w)
 
 
 def test_an_error_of_what_is_inside():

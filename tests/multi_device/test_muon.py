@@ -328,15 +328,6 @@ def products(text):
     return sum(n * (4 * rows**2 * m + 2 * rows**3) for n, rows, m in np.int64(stacks))
 
 
-def test_flops_of_each_device():
-    """An eighth of the products."""
-    w = place({f"{i}": jnp.ones((64, 64)) for i in range(8)}, mesh_of(data=DEVICES), P("data"))
-    tx = muon_of_matrices(shard_over="data")
-    text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
-    shapes = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text)
-    assert max(int(s.split(",")[0]) if s.count(",") == 2 else 1 for s in shapes) == 1
-
-
 # ---- parameters that each device has ---------------------------------------------------------------
 
 
@@ -431,34 +422,3 @@ def test_no_mesh(name):
         found, _ = jax.jit(tx.update)(w, tx.init(w), w)
     plain = muon_of_matrices()
     assert_close(found, plain.update(w, plain.init(w), w)[0], 1e-5)
-
-
-# ---- beside optax ----------------------------------------------------------------------------------
-
-
-def test_cut_matrices_in_optax_are_several(standard_promotion):
-    """D13: each part is orthogonalized by itself, silently; here it is an error to say nothing."""
-    mesh, w = mesh_of(data=4), {"w": jnp.zeros((64, 32))}
-    g = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 32)), jnp.float32)}
-
-    def updates(tx, *, cut):
-        update = lambda g, w: tx.update(g, tx.init(w), w)[0]
-        rows = {"in_specs": (P("data"), P("data")), "out_specs": P("data"), "check_vma": False}
-        return (jax.shard_map(update, mesh=mesh, **rows) if cut else update)(g, w)
-
-    whole, parts = (updates(optax.contrib.muon(1.0), cut=cut)["w"] for cut in (False, True))
-    assert np.linalg.norm(whole - parts) > np.linalg.norm(whole)
-    with pytest.raises(
-        ValueError, match=r"muon: `mesh_axes` at \['w'\]: None inside `shard_map` or `pmap`, "
-    ):
-        updates(muon_of_matrices(), cut=True)
-    found = updates(muon_of_matrices(mesh_axes={"w": P("data")}), cut=True)
-    assert_close(found, updates(muon_of_matrices(), cut=False), 1e-5)
-
-
-def test_optax_has_collectives_in_its_iterations(standard_promotion):
-    """D7: two for each product of a sharded matrix."""
-    tx, w = optax.contrib.muon(0.1), {f"{i}": jnp.ones((32, 64)) for i in range(8)}
-    w = place(w, mesh_of(data=DEVICES), P("data"))
-    text = jax.jit(tx.update).lower(w, tx.init(w), w).compile().as_text()
-    assert len(collectives.of(text, DEVICES)) >= 40

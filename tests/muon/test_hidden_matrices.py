@@ -1,8 +1,5 @@
 """`hidden_matrices`: what it chooses in models of several libraries, and what it prints."""
 
-from collections.abc import Callable
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -96,12 +93,14 @@ def test_other_leaves():
         "up": {"kernel": MATRIX, "bias": jnp.ones(6)},
         "counts": jnp.arange(6).reshape(2, 3),
         "nothing": None,
+        "of a module": (jnp.tanh, "name", 0.5),
     }
     assert jgrad.hidden_matrices()(params) == {
         "query": {"kernel": True, "bias": False},
         "up": {"kernel": True, "bias": False},
         "counts": False,
         "nothing": None,
+        "of a module": (False, False, False),
     }
 
 
@@ -208,45 +207,6 @@ def test_describe_refuses_axes_as_muon_does(axes, shown):
         ).init(params),
     }.items():
         assert_error(ValueError, f"{function}: `output_axes` at ['dense']: {rest}", call)
-
-
-class Model(eqx.Module):
-    """With leaves that are no arrays, as the models of equinox have them."""
-
-    embed: eqx.nn.Embedding
-    layer: eqx.nn.Linear
-    activation: Callable
-    name: str
-    rate: float
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0))
-        self.embed, self.layer = (
-            eqx.nn.Embedding(9, 4, key=keys[0]),
-            eqx.nn.Linear(4, 3, key=keys[1]),
-        )
-        self.activation, self.name, self.rate = jnp.tanh, "model", 0.5
-
-
-@pytest.mark.slow
-def test_a_whole_model():
-    """Functions and strings are no matrices; `muon` takes the model and the choice alike."""
-    model, matrices = Model(), jgrad.hidden_matrices()
-    chosen = matrices(model)
-    assert (chosen.layer.weight, chosen.layer.bias, chosen.embed.weight) == (True, False, False)
-    assert (chosen.activation, chosen.name, chosen.rate) == (False, False, False)
-    assert matrices.describe(model).splitlines() == [
-        "Adam  embed/weight  (9, 4)  by name: 'embed' in 'embed'",
-        "Muon  layer/weight  (3, 4)  by shape alone; outputs: axis 1; "
-        "if of PyTorch or equinox, (out, in): `output_axes=0`",
-        "Adam  layer/bias    (3,)    by shape: one axis",
-        "Adam  rate          ()      by shape: no axis",
-    ]
-    for given in (matrices, chosen):
-        tx = jgrad.muon(0.1, matrices=given, adam_learning_rate=0.1)
-        state = tx.init(model)
-        assert state.vw.layer.weight is None
-        assert state.vw.embed.weight.shape == (9, 4)
 
 
 def test_messages():

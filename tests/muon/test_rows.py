@@ -132,21 +132,6 @@ def test_what_is_not_finite_is_skipped():
     np.testing.assert_array_equal(after.inner.mw, state.inner.mw)
 
 
-@pytest.mark.slow
-@both_rules
-def test_wrappers(rule):
-    """A rotation, and steps in the backward pass, of the rows that are taken."""
-    w, g = (jnp.asarray(x) for x in draw((4, 6), 2))
-    inner = muon(fraction=0.5, rule=rule)
-    tx = jgrad.hyperball(inner, 0.1, leaves=True)
-    new = optax.apply_updates(w, jax.jit(tx.update)(g, tx.init(w), w)[0])
-    np.testing.assert_allclose(jnp.linalg.norm(new), jnp.linalg.norm(w), rtol=1e-6)
-    direction, _ = inner.update(g, inner.init(w), w)
-    moved = w + 0.1 * jnp.linalg.norm(w) * direction / jnp.linalg.norm(direction)
-    moved *= jnp.linalg.norm(w) / jnp.linalg.norm(moved)
-    np.testing.assert_allclose(new, moved, rtol=1e-5)
-
-
 # ---- which rows ----------------------------------------------------------------------------------
 
 

@@ -116,14 +116,6 @@ def test_a_fused_leaf_is_its_blocks(rule, scale, leaves):
     assert_blocks_alone(w, grads, MODELS[leaves], 1e-4, rule=rule, scale=scale)
 
 
-@pytest.mark.slow
-@models
-@pytest.mark.parametrize("rule", mostly_slow(["muon", "normuon"], "normuon"))
-def test_in_float64(x64, rule, leaves):
-    w, *grads = (normal(i, MODELS[leaves], np.float64) for i in range(3))
-    assert_blocks_alone(w, grads, MODELS[leaves], 1e-12, rule=rule)
-
-
 @pytest.mark.slow(always=True)
 def test_zeros_and_blocks_of_any_size():
     """A block of zeros stays; one of 1e18 changes no other by a bit, nor does one of 1e-18."""

@@ -15,7 +15,7 @@ from tests.everywhere.test_upstream_methods import theirs
 from tests.reference import optimizers as reference
 from tests.support import upstream_methods
 from tests.support.errors import assert_error
-from tests.support.loops import run, step_of
+from tests.support.loops import run
 
 RATE = 0.05
 SHAPES = {"w": (6, 4), "conv": (2, 2, 3, 5), "layers": (3, 5, 4), "b": (7,), "x": ()}
@@ -93,29 +93,6 @@ def test_what_is_factored():
     assert (state.vw["w"].ndim, state.vw["w"].size, state.vw["w"].dtype) == (2, 48, jnp.float32)
 
 
-@pytest.mark.slow
-def test_stacked_layers_are_separate():
-    """As layers one by one; those of optax are mixed, since it takes the two longest axes."""
-    shapes = {"layers": (7, 5, 8)}
-    w, grads = draw(0, jnp.float32, shapes), [draw(t, jnp.float32, shapes) for t in (1, 2, 3)]
-    grads = [{"layers": g["layers"] * 10.0 ** jnp.arange(-3.0, 4)[:, None, None]} for g in grads]
-    apart = lambda tree: dict(enumerate(tree["layers"]))
-    for axes, separate in ((0, True), (None, False)):
-        tx = jgrad.adafactor(RATE, min_side=2, momentum=0.9, layer_axes=axes)
-        found, _ = run(tx, w, grads)
-        tx = jgrad.adafactor(RATE, min_side=2, momentum=0.9)
-        expected, _ = run(tx, apart(w), [apart(g) for g in grads])
-        gap = max(
-            np.max(np.abs(a["layers"] - np.stack([*b.values()])))
-            for a, b in zip(found, expected, strict=True)
-        )
-        assert (gap < 1e-6) == separate
-    tx = optax.adafactor(RATE, min_dim_size_to_factor=2)
-    (mixed, *_), _ = run(tx, w, grads)
-    (alone, *_), _ = run(tx, apart(w), [apart(g) for g in grads])
-    assert np.max(np.abs(mixed["layers"] - np.stack([*alone.values()]))) > 0.01
-
-
 # ---- others' steps ------------------------------------------------------------------------------
 
 
@@ -150,32 +127,6 @@ def test_optax(momentum, x64):
         expected = run(theirs, w, grads)[0]
     for a, b in zip(run(tx, w, grads)[0], expected, strict=True):
         chex.assert_trees_all_close(a, b, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_half_precision():
-    """What optax rounds to bfloat16, and divides by zero in float16."""
-    for dtype, name in ((jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")):
-        w = draw(0, dtype, {"w": (8, 6)})
-        g = draw(1, dtype, {"w": (8, 6)})
-        theirs = optax.adafactor(RATE, min_dim_size_to_factor=2)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = theirs.update(jax.tree.map(jnp.zeros_like, g), theirs.init(w), w)
-        factors = optax.tree.get(state, "v_row")["w"]
-        assert factors.dtype == dtype
-        assert bool(jnp.all(jnp.isfinite(updates["w"]))) == (name == "bfloat16")
-        tx = jgrad.adafactor(RATE, min_side=2)
-        updates, state = tx.update(jax.tree.map(jnp.zeros_like, g), tx.init(w), w)
-        assert not np.any(updates["w"])
-        updates, state = tx.update(g, state, w)
-        wide = lambda tree: [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-        zeros = [np.zeros((8, 6))]
-        _, (expected,) = reference.trajectory(
-            reference.adafactor(wide(w), RATE, min_side=2), [zeros, wide(g)]
-        )
-        ulp = float(jnp.finfo(dtype).eps)
-        exact = expected - wide(w)[0]
-        np.testing.assert_allclose(wide(updates)[0], exact, rtol=ulp, atol=1e-7)
 
 
 # ---- every scale --------------------------------------------------------------------------------
@@ -278,20 +229,6 @@ def train(tx, w, count, seed=1):
     return found[-1], state
 
 
-@pytest.mark.slow
-def test_momentum_in_8_bits():
-    """Of the momentum alone, also inside of what rounds weights."""
-    w = draw(0, jnp.bfloat16, {"w": (64, 256), "b": (4,)})
-    tx = jgrad.stochastic_rounding(
-        jgrad.adafactor(1e-2, min_side=32, momentum=0.9, moment_dtype="8bit")
-    )
-    state = tx.init(w)
-    new_w, new = jax.jit(step_of(tx))(w, state, w)
-    chex.assert_trees_all_equal_shapes_and_dtypes((new_w, new), (w, state))
-    assert isinstance(new.inner.mw["w"], jgrad.Blocks)
-    assert isinstance(new.inner.vw["w"], jgrad.Factors)
-
-
 def test_carry_over():
     """Elements become means of rows and columns; the elements of these are only guessed."""
     w = draw(0, jnp.float32, {"w": (2, 8, 6), "b": (3,)})
@@ -349,20 +286,6 @@ def test_momentum_is_not_adams():
 
 
 # ---- packed trees -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_pack_small():
-    """Leaves that are factored stay as they are."""
-    w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,), "c": (5, 4)})
-    tx = jgrad.adafactor(RATE, min_side=16, momentum=0.9)
-    expected, _ = train(tx, w, 4)
-    found, state = train(jgrad.pack_small(tx), w, 4)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    shapes = {
-        x.shape for x in jax.tree.leaves(state.vw, is_leaf=lambda x: isinstance(x, jgrad.Factors))
-    }
-    assert (50, 60) in shapes
 
 
 @pytest.mark.slow

@@ -138,31 +138,6 @@ def test_a_rate_for_each_element_of_all_leaves(name):
     assert_equal(jgrad.unpack(found), jgrad.gradient_descent_update(w, w, rate))
 
 
-@pytest.mark.slow
-def test_leaves_without_elements():
-    """A buffer without rows, with numbers for each leaf."""
-    w = {"a": jnp.zeros((0,)), "b": jnp.zeros((0, 3))}
-    for tx in (
-        jgrad.lars(0.1, weight_decay={"a": 0.1, "b": 0.0}),
-        jgrad.lamb({"a": 0.1, "b": 0.2}),
-    ):
-        packed = jgrad.pack(w)
-        updates, _ = tx.update(packed, tx.init(packed), packed)
-        assert_equal(jgrad.unpack(updates), w)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", mostly_slow([1e25, 1e-25, 0.0], 1e25))
-@pytest.mark.parametrize("method", mostly_slow([jgrad.lars, jgrad.lamb], jgrad.lamb))
-def test_norms_that_overflow_or_vanish(method, scale):
-    """One layer of each buffer among ordinary ones."""
-    w, grads = normal(0), gradients()
-    for tree in (w, *grads):
-        tree["layer"]["w"] *= scale
-        tree["rest"][1] *= scale
-    assert_same(method(0.1, weight_decay=0.01), exact=False, w=w, grads=grads)
-
-
 # ---- around others -------------------------------------------------------------------------------
 
 
