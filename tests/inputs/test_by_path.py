@@ -193,23 +193,11 @@ def grouped(table):
 
 
 ROWS = [
-    pytest.param(
-        jgrad.adam(
-            grouped(RATE),
-            beta1=grouped(BETA1),
-            beta2=grouped(BETA2),
-            epsilon=grouped(EPSILON),
-            weight_decay=grouped(DECAY),
-        ),
-        adams,
-        id="adam",
-    ),
-    pytest.param(
-        jgrad.gradient_descent(grouped(RATE), momentum=grouped(BETA1), weight_decay=grouped(DECAY)),
-        sgds,
-        id="momentum",
-    ),
-]
+    pytest.param(jgrad.adam(grouped(RATE), beta1=grouped(BETA1), beta2=grouped(BETA2), epsilon=grouped(EPSILON),
+     weight_decay=grouped(DECAY)), adams, id="adam"),
+    pytest.param(jgrad.gradient_descent(grouped(RATE), momentum=grouped(BETA1), weight_decay=grouped(DECAY)), sgds,
+     id="momentum"),
+]  # fmt: skip
 
 
 @pytest.mark.slow(one_in=3)

@@ -52,17 +52,9 @@ ROWS = [
     Row(jgrad.lamb, "trust_ratio_mask", {}),
     Row(jgrad.lamb, "full_precision", {"moment_dtype": "8bit"}),
     Row(jgrad.muon, "matrices", {"adam_learning_rate": 0.1}),
-    Row(
-        jgrad.muon,
-        "weight_decay_mask",
-        {"matrices": rank_two(W), "weight_decay": 0.1, "adam_learning_rate": 0.1},
-    ),
-    Row(
-        jgrad.muon,
-        "full_precision",
-        {"matrices": rank_two(W), "moment_dtype": "8bit", "adam_learning_rate": 0.1},
-    ),
-]
+    Row(jgrad.muon, "weight_decay_mask", {"matrices": rank_two(W), "weight_decay": 0.1, "adam_learning_rate": 0.1}),
+    Row(jgrad.muon, "full_precision", {"matrices": rank_two(W), "moment_dtype": "8bit", "adam_learning_rate": 0.1}),
+]  # fmt: skip
 # Those without a rate.
 PARTS = [
     Row(jgrad.scale_by_adam, "full_precision", {"moment_dtype": "8bit"}),
@@ -198,7 +190,7 @@ def test_axes_that_are_arrays():
         (functools.partial(jgrad.soap, matrices=True), "every"),
         (functools.partial(jgrad.soap, matrices=True), "max_side"),
     ],
-)
+)  # fmt: skip
 def test_counts_are_static(make, name):
     """They shape the program, so they may be no arrays."""
     function = getattr(make, "func", make).__name__

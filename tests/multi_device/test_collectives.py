@@ -153,7 +153,7 @@ def rows():
             yield f"{make.__name__}-{where}", tx, functools.partial(stacked, spec), NORMS, True
 
 
-@pytest.mark.slow(always=["lars-mixed", "lars-mixed-untyped", "lamb-layers", "lars-packed"])
+@pytest.mark.slow(always=["lars-mixed", "lars-mixed-untyped", "lamb-layers"])
 @pytest.mark.parametrize(
     ("tx", "w", "limit", "typed"), [pytest.param(*row, id=name) for name, *row in rows()]
 )

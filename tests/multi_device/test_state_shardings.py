@@ -131,7 +131,7 @@ def test_numbers():
         (ValueError, ("a", "a"), "('a', 'a'), expected different names."),
         (TypeError, (), "(), expected an axis name or a tuple of names."),
     ],
-)
+)  # fmt: skip
 def test_an_axis_that_is_not_there(error, axes, text):
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
     call = lambda: jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=axes)

@@ -218,26 +218,12 @@ MATRICES = {"qkv": True, "mlp": {"w": True, "b": False}, "none": True}
 EXPECTED = "expected None, a head size (an int), or a tuple of sizes"
 OF = "of an array of shape (8, 16)"
 REFUSED = {
-    "sum": (
-        {"qkv": (4, 4, 4)},
-        f" at ['qkv']: (4, 4, 4) with sum 12, expected 16, the number of outputs {OF}",
-    ),
-    "one": (
-        {"qkv": (8,)},
-        f" at ['qkv']: (8,) with sum 8, expected 16, the number of outputs {OF}",
-    ),
-    "no divisor": (
-        {"qkv": 5},
-        f" at ['qkv']: 5, expected a divisor of 16, the number of outputs {OF}",
-    ),
-    "no matrix": (
-        {"mlp": {"w": None, "b": 4}},
-        " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves",
-    ),
-    "all": (
-        4,
-        " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves",
-    ),
+    "sum": ({"qkv": (4, 4, 4)}, f" at ['qkv']: (4, 4, 4) with sum 12, expected 16, the number of outputs {OF}"),
+    "one": ({"qkv": (8,)}, f" at ['qkv']: (8,) with sum 8, expected 16, the number of outputs {OF}"),
+    "no divisor": ({"qkv": 5}, f" at ['qkv']: 5, expected a divisor of 16, the number of outputs {OF}"),
+    "no matrix": ({"mlp": {"w": None, "b": 4}},
+     " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves"),
+    "all": (4, " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves"),
     "zero": ({"qkv": 0}, " at ['qkv']: 0, expected sizes of 1 or more"),
     "negative": ({"qkv": (24, -8)}, " at ['qkv']: (24, -8), expected sizes of 1 or more"),
     "bool": ({"qkv": True}, f" at ['qkv']: True of type bool, {EXPECTED}"),
@@ -245,20 +231,13 @@ REFUSED = {
     "float": ({"qkv": 8.0}, f" at ['qkv']: 8.0 of type float, {EXPECTED}"),
     "text": ("heads", f": 'heads' of type str, {EXPECTED}"),
     "empty": ((), f": (), {EXPECTED}"),
-    "list": (
-        {"qkv": [8, 8]},
-        " does not have the structure of `params`: `split` has a list at ['qkv'] where `params` "
-        "has a leaf",
-    ),
-    "by path": (
-        jgrad.by_path({"qkv": (9, 9)}, rest=None),
-        f" at ['qkv']: (9, 9) with sum 18, expected 16, the number of outputs {OF}",
-    ),
-    "no path": (
-        jgrad.by_path({"qvk": 8}, rest=None),
-        ": rule 'qvk': no leaf matches it; the nearest paths are 'qkv', 'mlp/b', 'mlp/w'",
-    ),
-}
+    "list": ({"qkv": [8, 8]},
+     " does not have the structure of `params`: `split` has a list at ['qkv'] where `params` " "has a leaf"),
+    "by path": (jgrad.by_path({"qkv": (9, 9)}, rest=None),
+     f" at ['qkv']: (9, 9) with sum 18, expected 16, the number of outputs {OF}"),
+    "no path": (jgrad.by_path({"qvk": 8}, rest=None),
+     ": rule 'qvk': no leaf matches it; the nearest paths are 'qkv', 'mlp/b', 'mlp/w'"),
+}  # fmt: skip
 
 
 @pytest.mark.slow(always=True)

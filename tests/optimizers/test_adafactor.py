@@ -54,7 +54,6 @@ OPTIONS = {
         "bare-float64",
         "torch, bounded-float64",
         "epsilon-float64",
-        "momentum-complex128",
     ]
 )
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
@@ -96,7 +95,7 @@ def test_what_is_factored():
 # ---- others' steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor", "bias-adafactor"])
+@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor"])
 @pytest.mark.parametrize("name", ["adafactor", "adafactor, decay"])
 @pytest.mark.parametrize("leaf", [*upstream_methods.MATRICES, "bias"])
 def test_torch(name, leaf, x64):
@@ -112,7 +111,7 @@ def test_torch(name, leaf, x64):
         np.testing.assert_allclose(found[t - 1][leaf], expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow(always=["0.75"])
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [None, 0.75])
 def test_optax(momentum, x64):
     """One matrix and a bias in float64; it takes its decay's exponent in float32."""
@@ -132,6 +131,7 @@ def test_optax(momentum, x64):
 # ---- every scale --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["1e-22-True", "1e+17-True", "1e+30-True", "1e+30-False", "1e-08-False"])
 @pytest.mark.parametrize("factored", [True, False])
 @pytest.mark.parametrize("scale", [1e-22, 1e-18, 1e-15, 1e-8, 1e8, 1e17, 1e18, 1e19, 1e30])
 def test_every_scale(scale, factored):
@@ -321,32 +321,18 @@ def of_other(**options):
     [
         (TypeError, f"`epsilon`: 0.1 of type float, {OF_FACTORY}", {"epsilon": 0.1}),
         (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
-        (
-            TypeError,
-            "`epsilon`: (None, 0.001), expected two numbers; the first may be None with "
-            '`rule="torch"`.',
-            {"epsilon": (None, 1e-3)},
-        ),
+        (TypeError, "`epsilon`: (None, 0.001), expected two numbers; the first may be None with " '`rule="torch"`.',
+         {"epsilon": (None, 1e-3)}),
         (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
         (ValueError, "`beta2_cap`: 1.0, expected a number in [0, 1).", {"beta2_cap": 1.0}),
         (ValueError, "`min_side`: 0, expected a number in [1, 2^31).", {"min_side": 0}),
-        (
-            ValueError,
-            "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.",
-            {"rule": "t5x"},
-        ),
-        (
-            TypeError,
-            f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
-            of_other(min_side=128),
-        ),
-        (
-            ValueError,
-            f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}",
-            of_other(min_side=2, output_axes=(0,)),
-        ),
+        (ValueError, "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.", {"rule": "t5x"}),
+        (TypeError, f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
+         of_other(min_side=128)),
+        (ValueError, f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}", of_other(min_side=2,
+         output_axes=(0,))),
     ],
-)
+)  # fmt: skip
 def test_messages(error, message, call):
     call = call if callable(call) else lambda options=call: jgrad.adafactor(RATE, **options)
     assert_error(error, f"adafactor: {message}", call)
