@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jgrad
 from tests.clients import swap
@@ -31,11 +30,6 @@ PAIRS = {
         swap.wrapped(optax.chain(jgrad.clip_by_global_norm(1.0), swap.adamw(SCHEDULE))),
     ),
 }
-
-
-def every_pair(*names):
-    """A test for each of these pairs, or for all."""
-    return pytest.mark.parametrize("pair", names or PAIRS)
 
 
 def repeated(step, carry, count):

@@ -263,7 +263,7 @@ def test_masks_and_labels_of_optax():
 
 def test_leaves_with_one_rule_share_a_number():
     """The program for one rule is that for one number; a schedule is called once."""
-    tree = {str(i): jnp.ones(i + 1) for i in range(20)}
+    tree = {str(i): jnp.ones(i + 1) for i in range(12)}
 
     def program(**options):
         tx = jgrad.adam(**options)

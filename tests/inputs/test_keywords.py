@@ -120,6 +120,7 @@ def assert_refused(name, given, expected):
     assert_error(TypeError, message, lambda: update(name, **{given: 0.5}))
 
 
+@pytest.mark.slow(one_in=4)
 @every_row
 def test_misspelt_keywords(name):
     """Of its own each, and of all others those that nobody else can mean."""
@@ -166,6 +167,7 @@ def test_keywords_of_others_pass(name):
     assert_equal(update(name, **passing), update(name))
 
 
+@pytest.mark.slow(one_in=4)
 @every_row
 def test_options_that_no_call_changes(name):
     """All that a factory takes, but for what its transformation, or that inside, takes in a call."""

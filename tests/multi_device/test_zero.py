@@ -15,6 +15,7 @@ from tests.multi_device.meshes import mesh_of, place, specs_of
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
+from tests.wrappers.test_every_wrapper import WRAPPERS
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +110,14 @@ def assert_same(tx, *, exact, packed=None, grads=None, **options):
 def test_every_optimizer(case):
     """Bit for bit where each element is on its own; layers of which a device has a part, or none."""
     assert_same(case.tx(), exact=case.elementwise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", [x for x in WRAPPERS if x.dtype == jnp.float32], ids=str)
+def test_every_wrapper(wrapper):
+    """Inside of it, but for `offload`, which belongs outside."""
+    if wrapper.name != "offload":
+        assert_same(wrapper.around(jgrad.adam(0.1)), exact=False)
 
 
 OPTIONS = {

@@ -209,38 +209,33 @@ def test_describe_refuses_axes_as_muon_does(axes, shown):
         assert_error(ValueError, f"{function}: `output_axes` at ['dense']: {rest}", call)
 
 
-def test_messages():
-    assert_error(
-        TypeError,
-        "hidden_matrices: `exclude`: 'head' of type str, expected a list or a tuple of words.",
-        lambda: jgrad.hidden_matrices(exclude="head"),
-    )
-    with pytest.raises(TypeError, match=r"^hidden_matrices: `exclude`: .* of type dict, expected"):
-        jgrad.hidden_matrices(exclude={"w": MATRIX})
-    for name in ("lm_head", "", "w1"):
-        assert_error(
-            ValueError,
-            f"hidden_matrices: `exclude`: {name!r}, expected one word of letters, such as 'head'.",
-            lambda name=name: jgrad.hidden_matrices(exclude=("norm", name)),
-        )
-    assert_error(
-        TypeError,
-        "hidden_matrices: `layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
-        lambda: jgrad.hidden_matrices(layer_axes=0.5),
-    )
-    for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int")):
-        assert_error(
-            TypeError,
-            f"hidden_matrices: `params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it.",
-            lambda count=count: jgrad.hidden_matrices()(count),
-        )
-    with pytest.raises(
-        TypeError, match=r"^hidden_matrices: `params`: an array of float32 and shape"
-    ):
-        jgrad.hidden_matrices()(jnp.ones(()))
-    assert_error(
-        TypeError,
-        "hidden_matrices: `params`: 'abc' of type str, expected a tree of parameters.",
-        lambda: jgrad.hidden_matrices()("abc"),
-    )
+MESSAGES = [
+    ("exclude`: 'head' of type str, expected a list or a tuple of words.",
+     lambda: jgrad.hidden_matrices(exclude="head")),
+    ("exclude`: {'w': 1} of type dict, expected a list or a tuple of words.",
+     lambda: jgrad.hidden_matrices(exclude={"w": 1})),
+    ("layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
+     lambda: jgrad.hidden_matrices(layer_axes=0.5)),
+    ("params`: 'abc' of type str, expected a tree of parameters.", lambda: jgrad.hidden_matrices()("abc")),
+    *((f"params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: "
+       "name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is "
+       "meant, give a tree of it.", lambda count=count: jgrad.hidden_matrices()(count))
+      for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int"),
+                          (jnp.ones(()), "an array of float32 and shape ()"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("message", "call"), MESSAGES)
+def test_messages(message, call):
+    assert_error(TypeError, f"hidden_matrices: `{message}", call)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "", "w1"])
+def test_words_that_are_none(name):
+    message = f"`exclude`: {name!r}, expected one word of letters, such as 'head'."
+    call = lambda: jgrad.hidden_matrices(exclude=("norm", name))
+    assert_error(ValueError, f"hidden_matrices: {message}", call)
+
+
+def test_a_model_that_is_a_matrix():
     assert jgrad.hidden_matrices()(MATRIX) is True

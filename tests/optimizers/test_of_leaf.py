@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax import export
 from jax.sharding import PartitionSpec as P
 
@@ -218,25 +217,6 @@ def test_lion_in_zero():
         return jax.device_get(found)
 
     inside, outside = map(trained, both(moment_dtype="8bit"))
-    assert_equal(outside, inside)
-
-
-@pytest.mark.slow
-@pytest.mark.bits
-def test_lion_in_nnx():
-    """In `nnx.Optimizer`, with moments in 8 bits."""
-
-    def trained(tx):
-        model = nnx.Linear(32, 256, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-        loss = lambda model: jnp.mean(jnp.square(model(jnp.ones((2, 32))) - 1.0))
-        with jax.numpy_rank_promotion("allow"):
-            for _ in range(2):
-                optimizer.update(model, nnx.grad(loss)(model))
-        return nnx.to_pure_dict(nnx.state((model, optimizer)))
-
-    with jax.numpy_dtype_promotion("standard"):
-        inside, outside = map(trained, both(moment_dtype="8bit"))
     assert_equal(outside, inside)
 
 

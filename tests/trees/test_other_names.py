@@ -215,39 +215,6 @@ def test_functions_of_others(name):
     assert_error(AttributeError, message, lambda: getattr(jgrad, name))
 
 
-GONE = {
-    "jgrad.quantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`.":
-        lambda: jgrad.quantized,
-    "jgrad.unquantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`, whose `like` has shapes in "
-    "float32.": lambda: jgrad.unquantized,
-    "jgrad.ema: gone in 2.0, expected `average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages "
-    "updates.": lambda: jgrad.ema,
-    "jgrad.muon_update: gone in 2.0, expected `jgrad.muon`, its method.": lambda: jgrad.muon_update,
-    "StochasticState: `step`: gone in 2.0, expected `done`.": lambda: jgrad.StochasticState(1, ()).step,
-}  # fmt: skip
-BY_OLD_NAMES = [
-    ("lars", "norm_axes", "`mesh_axes`"),
-    ("global_norm", "norm_axes", "`mesh_axes`"),
-    ("lamb_update", "norm_axes", "`mesh_axes`"),
-    ("accumulate", "norm_axes", "`mesh_axes`"),
-    ("state_shardings", "cut_over", "`shard_over`"),
-    ("scale_by_muon", "share_over", "`shard_over`"),
-    ("muon", "beta1", "`adam_beta1`"),
-    ("muon", "beta2", "`normuon_beta` and `adam_beta2`"),
-]
-
-
-@pytest.mark.parametrize("message", GONE)
-def test_names_that_are_gone(message):
-    assert_error(AttributeError, message, GONE[message])
-
-
-@pytest.mark.parametrize(("name", "old", "new"), BY_OLD_NAMES)
-def test_options_by_their_names_of_06(name, old, new):
-    message = f"{name}: `{old}`: an unknown argument, expected {new}."
-    assert_error(TypeError, message, functools.partial(getattr(jgrad, name), **{old: 0.5}))
-
-
 @pytest.mark.parametrize("name", ["zzz", "_adamw", "__adamw__", "acumulate"])
 def test_other_names_are_pythons_error(name):
     message = f"module 'jgrad' has no attribute {name!r}"
