@@ -1,4 +1,4 @@
-"""What transformations note: learning rates, and the factor of clipping, beside NumPy's."""
+"""What transformations note of learning rates; `tests/wrappers/test_watch.py` has the rest."""
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from tests.cases import gradients, params
 RATES = {"layer": 0.1, "rest": [0.01, 0.2, 0.3]}
 
 
-def noted(tx, w, g, packed=False, **extra):
+def noted(tx, w, g, **extra):
     """What `watch` knows beside its norms."""
-    if packed:
-        w, g = jgrad.pack(w), jgrad.pack(g)
     tx = jgrad.watch(tx)
     _, state = jax.jit(tx.update)(g, tx.init(w), w, **extra)
     own = ("calls", "measured", "nonfinite", "grad", "update", "param")
