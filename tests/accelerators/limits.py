@@ -23,10 +23,7 @@ class Limit(NamedTuple):
 # By recipe and target: on a tree, and packed where that is another limit; for every model.
 LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     # Norms of gradients, updates and parameters, and updates that are written; a TPU copies weights.
-    "watch(AdamW)": {
-        "h100": (Limit(40.1, 8.1), Limit(44.2, 4.1)),
-        "v5e": (Limit(48.2, 8.1),),
-    },
+    "watch(AdamW)": {"h100": (Limit(40.1, 8.1), Limit(44.2, 4.1)), "v5e": (Limit(48.2, 8.1),)},
     "watch(AdamW, every=100)": {"h100": (Limit(28, 4.1),), "v5e": (Limit(28.1, 4.7),)},
     "momentum": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
     "Lion": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
@@ -36,10 +33,7 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "schedule_free(Adam)": {"h100": (Limit(44, 0),), "v5e": (Limit(44, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip(clip + AdamW)": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
-    "skip_spikes(skip(clip + AdamW))": {
-        "h100": (Limit(32.3, 0.05),),
-        "v5e": (Limit(32.3, 0.2),),
-    },
+    "skip_spikes(skip(clip + AdamW))": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     # The direction is written, for the sums and for the step. Packed, a GPU has a kernel for each sum.
     "hyperball(Adam)": {
         "h100": (Limit(44.1, 4.4), Limit(52.3, 4.1)),
@@ -50,10 +44,7 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "accumulate, emit=False": {"h100": (Limit(12.5, 0.1),), "v5e": (Limit(12.5, 0.1),)},
     # Squares are read for rows and for columns; the clip and the scale of weights wait for sums.
     "Adafactor": {"h100": (Limit(32.1, 0.4),), "v5e": (Limit(24, 0.7),)},
-    "LARS": {
-        "h100": (Limit(36, 0.2), Limit(28.5, 0.1)),
-        "v5e": (Limit(32, 0.6), Limit(28.5, 0.1)),
-    },
+    "LARS": {"h100": (Limit(36, 0.2), Limit(28.5, 0.1)), "v5e": (Limit(32, 0.6), Limit(28.5, 0.1))},
     "LAMB": {"h100": (Limit(44.5, 0.2),), "v5e": (Limit(44.5, 0.7),)},
     "clip + LAMB": {"h100": (Limit(48.5, 0.2),), "v5e": (Limit(48.5, 0.7),)},
     "AdamW, 8 bits": {"h100": (Limit(23, 0.2),), "v5e": (Limit(17, 0.2),)},
@@ -82,16 +73,10 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     # are not in that. On a TPU a chunk of them is in VMEM. What the products of matrices read and
     # write depends on their kernels.
     "Muon": {"h100": (Limit(280, 6.4),), "v5e": (Limit(45, 3.3),)},
-    "NorMuon": {
-        "h100": (Limit(265, 7.3),),
-        "v5e": (Limit(53, 3.3),),
-    },
+    "NorMuon": {"h100": (Limit(265, 7.3),), "v5e": (Limit(53, 3.3),)},
     # The branch with new bases has all averages, all bases and all new bases as stacks.
     "SOAP": {"h100": (Limit(208, 40.1),)},
-    "hyperball(Muon)": {
-        "h100": (Limit(275, 8.1),),
-        "v5e": (Limit(58, 7.3),),
-    },
+    "hyperball(Muon)": {"h100": (Limit(275, 8.1),), "v5e": (Limit(58, 7.3),)},
 }
 
 

@@ -119,10 +119,7 @@ def test_a_tree_of_rates_in_a_callable_model_is_not_called():
     inner = {"layer": MODEL, "rest": jnp.ones(2)}
     prefix = {"layer": 0.2, "rest": 0.1}
     whole = {"layer": Model(0.2, 0.2), "rest": 0.1}
-    assert_same(
-        trained(jgrad.adam(whole), inner)[0],
-        trained(jgrad.adam(prefix), inner)[0],
-    )
+    assert_same(trained(jgrad.adam(whole), inner)[0], trained(jgrad.adam(prefix), inner)[0])
 
 
 def test_other_leaves_of_a_tree_of_rates_are_named():

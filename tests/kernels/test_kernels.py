@@ -295,6 +295,7 @@ def test_a_derivative_by_the_rate():
     assert found == expected != 0
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("around", [jgrad.stochastic_rounding, jgrad.master_weights])
 @pytest.mark.parametrize("through", [jax.jit, jax.vmap])
 def test_what_follows_an_update_goes_through_transformations_of_jax(around, through):

@@ -12,9 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import (
-    mesh_of,
-)
+from tests.multi_device.meshes import mesh_of
 from tests.support.loops import step_of, told, with_loss
 from tests.wrappers.test_every_wrapper import WRAPPERS
 

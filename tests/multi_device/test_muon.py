@@ -88,10 +88,7 @@ class Leaf(NamedTuple):
 PLAIN = {}
 for _i in range(3):
     PLAIN |= {f"up{_i}": Leaf((16, 64)), f"down{_i}": Leaf((64, 16)), f"square{_i}": Leaf((16, 16))}
-EXPERTS = PLAIN | {
-    "expert_up": Leaf((6, 8, 32), 0),
-    "expert_down": Leaf((6, 32, 8), 0),
-}
+EXPERTS = PLAIN | {"expert_up": Leaf((6, 8, 32), 0), "expert_down": Leaf((6, 32, 8), 0)}
 CONVOLUTIONS = PLAIN | {f"conv{i}": Leaf((8, 3, 4, 16)) for i in range(3)}
 # Eight heads, queries wider than keys and values, equal blocks.
 BLOCKS = {

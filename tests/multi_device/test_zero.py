@@ -262,9 +262,7 @@ def test_around_it():
 
 @pytest.mark.parametrize("dtypes", [1, 2])
 @pytest.mark.parametrize(
-    "case",
-    [x for x in CASES if x.name in ONE_EACH and x.state and not x.has_matrices],
-    ids=str,
+    "case", [x for x in CASES if x.name in ONE_EACH and x.state and not x.has_matrices], ids=str
 )
 def test_one_reduce_scatter_and_one_all_gather_per_dtype(case, dtypes):
     """Norms are all-reduced, which are a few numbers for each layer."""

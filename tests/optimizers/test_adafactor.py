@@ -49,12 +49,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow(
-    always=[
-        "paper-float64",
-        "bare-float64",
-        "torch, bounded-float64",
-        "epsilon-float64",
-    ]
+    always=["paper-float64", "bare-float64", "torch, bounded-float64", "epsilon-float64"]
 )
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", OPTIONS)

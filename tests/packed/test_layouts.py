@@ -158,9 +158,7 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     rebuild, (*first, width) = packed.layout.__reduce__()
     assert rebuild(*first, width) == packed.layout
     assert_error(
-        ValueError,
-        "Layout: blocks of 128 elements, expected 256.",
-        lambda: rebuild(*first, 128),
+        ValueError, "Layout: blocks of 128 elements, expected 256.", lambda: rebuild(*first, 128)
     )
 
 

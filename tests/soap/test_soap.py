@@ -430,10 +430,7 @@ def test_carried_over_from_adam(x64):
 
 @pytest.mark.slow
 def test_step_in_backward(x64):
-    params = {
-        "layers": {"w": jnp.asarray(normal(3, 4, 4))},
-        "head": jnp.ones((4, 2)),
-    }
+    params = {"layers": {"w": jnp.asarray(normal(3, 4, 4))}, "head": jnp.ones((4, 2))}
 
     def loss(params, x):
         x = jgrad.scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"]), params["layers"], x)

@@ -93,5 +93,3 @@ def _run(step, w, grads, state):
     for g in grads:
         w, state = run(g, state, w)
     return Run(w, state, 0)
-
-
