@@ -94,7 +94,7 @@ def test_a_function_that_is_lost(row):
     assert_error(TypeError, message(row, "False of type bool"), lambda: tx.init(W))
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow
 @every(ROWS)
 def test_how_to_write_it(row):
     """Named in `static_args`, or in a factory of the numbers alone; a tree is no function."""

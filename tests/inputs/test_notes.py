@@ -27,6 +27,7 @@ def close(found, truth, rtol=1e-5):
         np.testing.assert_allclose(found[key], x, rtol=rtol, err_msg=key)
 
 
+@pytest.mark.slow
 def test_rates_of_leaves():
     """No number is that of all leaves; in one call, the old one stays."""
     (g,) = gradients(1)
@@ -41,6 +42,7 @@ def test_rates_of_elements():
     close(noted(jgrad.adam(rate), w, w), {"learning_rate": 3.0})
 
 
+@pytest.mark.slow(one_in=2)
 @pytest.mark.parametrize(
     "inner",
     [jgrad.accumulate(jgrad.adam(0.1), 1), jgrad.skip_nonfinite(jgrad.adam(0.1), branch=True)],

@@ -258,6 +258,7 @@ def test_one_trace_for_many_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_vmap_over_gradients_alone():
     tx, w = MOMENTUM(), model()
     grads = [normal(SHAPES, i) for i in range(2)]
@@ -313,6 +314,7 @@ def test_what_follows_an_update_goes_through_transformations_of_jax(around, thro
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_without_jit():
     tx, w = MOMENTUM(), model()
     with jax.disable_jit():
@@ -321,6 +323,7 @@ def test_without_jit():
     assert_equal(tuple(found), (expected.w, expected.state))
 
 
+@pytest.mark.slow
 def test_a_rate_along_the_last_axis_of_a_square_matrix():
     """It is no number for each row."""
     w = normal({"w": (256, 256)})
@@ -331,6 +334,7 @@ def test_a_rate_along_the_last_axis_of_a_square_matrix():
     assert found.leaves == 1
 
 
+@pytest.mark.slow
 def test_eager_steps():
     """No program: what each operation returns."""
     tx, w = MOMENTUM(), model()

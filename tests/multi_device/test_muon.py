@@ -311,7 +311,7 @@ def products(text):
 # ---- parameters that each device has ---------------------------------------------------------------
 
 
-@pytest.mark.slow(always=True)
+@pytest.mark.slow
 def test_replicated_parameters_need_no_spec():
     """JAX knows that they are whole, unless it is told not to look; then `PartitionSpec()` says it."""
     mesh, w, g = mesh_of(data=DEVICES), normal(0), normal(1)

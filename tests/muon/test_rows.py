@@ -103,7 +103,7 @@ def test_blocks_are_leaves_of_their_own(rule):
     assert LEAVES.keys() == found.keys()
 
 
-@pytest.mark.slow(always=["muon"])
+@pytest.mark.slow
 @both_rules
 def test_vmap(rule):
     models = jnp.asarray(np.stack(draw((6, 20), 3)))
@@ -114,6 +114,7 @@ def test_vmap(rule):
     assert_close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *apart), 1e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_zeros_and_of_nothing():
     """The first rows of zeros; an empty matrix has none."""
     w = {"none": jnp.ones((0, 4)), "w": jnp.ones((4, 6))}
@@ -223,6 +224,7 @@ def test_the_momentum_of_a_call():
     assert sorted(np.unique(decayed.mw)) == [0.5, 1.0]
 
 
+@pytest.mark.slow
 def test_injected():
     """The defaults become arrays, and `fraction` none; given, it stays a number of Python."""
     w = {"w": jnp.ones((2, 3))}

@@ -166,6 +166,7 @@ def test_no_gradient_counts_as_more_than_its_square(rule):
             np.testing.assert_allclose(x, -RATE, rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_any_scale():
     """An outer product of numbers from 1e-9 to 1e9 is its own estimate: steps are signs."""
     numbers = 10.0 ** jnp.linspace(-9, 9, 16)
@@ -252,6 +253,7 @@ def test_carry_over():
         np.testing.assert_array_equal(again.vw["b"], state.vw["b"])
 
 
+@pytest.mark.slow
 def test_a_file_without_a_target():
     """As orbax restores it: dictionaries for nodes."""
     w = draw(0, jnp.float32, {"w": (8, 6), "b": (3,)})

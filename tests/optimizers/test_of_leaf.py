@@ -100,6 +100,7 @@ def test_adamax(pack):
     assert int(state.step) == STEPS
 
 
+@pytest.mark.slow
 def test_adamax_in_double_precision(x64):
     """Of weights in float64, and with float32 ones Python's numbers change no dtype."""
     grads = gradients(STEPS, jnp.float64)

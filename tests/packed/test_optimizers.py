@@ -67,7 +67,7 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow(one_in=32)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("method", [jgrad.gradient_descent, jgrad.adam, jgrad.lars, jgrad.lamb])
 def test_options_of_each_leaf(method, name):
