@@ -216,11 +216,8 @@ def test_no_keyword_is_missing(monkeypatch):
 def test_through_others(around):
     """The transformation that has the keyword is somewhere inside."""
     tx = around(jgrad.accumulate(optax.sgd(0.1), 2, weighted=True))
-    assert_error(
-        TypeError,
-        "accumulate: `update` got the keyword `emits`, expected `emit`.",
-        lambda: tx.update(W, tx.init(W), W, emits=True),
-    )
+    message = "accumulate: `update` got the keyword `emits`, expected `emit`."
+    assert_error(TypeError, message, lambda: tx.update(W, tx.init(W), W, emits=True))
 
 
 def test_a_chain_with_keywords_of_others():

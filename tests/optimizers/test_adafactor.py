@@ -243,12 +243,8 @@ def test_carry_over():
     of_layers = jgrad.adafactor(RATE, min_side=2, layer_axes={"w": 0, "b": None})
     for other in whole, of_layers:
         like = jax.eval_shape(other.init, w)
-        assert_error(
-            ValueError,
-            "carry_over: `old` at .vw['w']: rows and columns, of which others can only be guessed, "
-            "expected `reset=` for this leaf.",
-            lambda like=like: jgrad.carry_over(state, like=like),
-        )
+        message = "carry_over: `old` at .vw['w']: rows and columns, of which others can only be guessed, expected `reset=` for this leaf."
+        assert_error(ValueError, message, lambda like=like: jgrad.carry_over(state, like=like))
         again, _ = jgrad.carry_over(state, like=like, reset={"w": True, "b": False})
         np.testing.assert_array_equal(again.vw["b"], state.vw["b"])
 

@@ -156,21 +156,10 @@ def test_what_no_dtype_says_is_told_apart(form):
 def test_a_state_of_another_codec():
     state = trained()
     other = state._replace(mw=rewritten(state.mw, lambda x: jgrad.Blocks(*x, Form(OTHER))))
-    assert_error(
-        TypeError,
-        "adam: `state.mw` at ['w']: codes of another one, expected signed 8 bits.",
-        lambda: tx.update(G, other, W),
-    )
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .mw['w']: Blocks of int8 and shape (64, 64), expected a floating "
-        "array, or Blocks of another one.",
-        lambda: quantized(state, like=other),
-    )
+    message = "adam: `state.mw` at ['w']: codes of another one, expected signed 8 bits."
+    assert_error(TypeError, message, lambda: tx.update(G, other, W))
+    message = "carry_over: `old` at .mw['w']: Blocks of int8 and shape (64, 64), expected a floating array, or Blocks of another one."
+    assert_error(TypeError, message, lambda: quantized(state, like=other))
     nameless = rewritten(state, lambda x: jgrad.Blocks(x.codes.astype(jnp.int32), x.scale))
-    assert_error(
-        TypeError,
-        "carry_over: `old` at .mw['w']: an array of int32 and shape (64, 64) as `codes`, expected "
-        "int8 or uint8.",
-        functools.partial(unquantized, nameless),
-    )
+    message = "carry_over: `old` at .mw['w']: an array of int32 and shape (64, 64) as `codes`, expected int8 or uint8."
+    assert_error(TypeError, message, functools.partial(unquantized, nameless))

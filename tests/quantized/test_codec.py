@@ -162,12 +162,8 @@ def test_layers_and_packed_rows_have_no_other_axis(monkeypatch):
     as_first_moments(monkeypatch, Form(SIGNED, axis=-2))
     packed = jgrad.pack(W)
     rows = dict(packed.layout.shapes)["float32"][0]
-    assert_error(
-        ValueError,
-        f"unpack: `tree`: `scale` of shape (1, 256) in the buffer 'float32', expected a number for "
-        f"each row, of shape ({rows}, 1).",
-        lambda: jgrad.unpack(momentum().init(packed)),
-    )
+    message = f"unpack: `tree`: `scale` of shape (1, 256) in the buffer 'float32', expected a number for each row, of shape ({rows}, 1)."
+    assert_error(ValueError, message, lambda: jgrad.unpack(momentum().init(packed)))
 
 
 SCALES = [

@@ -54,11 +54,8 @@ def test_names_of_others(name):
         if not own or other in named(factory):
             continue
         expected = " and ".join(f"`{x}`" for x in (own if other in BOTH else own[:1]))
-        assert_error(
-            TypeError,
-            f"{name}: `{other}`: an unknown argument, expected {expected}.",
-            functools.partial(factory, **{other: 1}),
-        )
+        message = f"{name}: `{other}`: an unknown argument, expected {expected}."
+        assert_error(TypeError, message, functools.partial(factory, **{other: 1}))
         checked += 1
     assert checked or not named(factory).keys() & {x for ours in OPTIONS.values() for x in ours}
 
@@ -168,12 +165,8 @@ def test_a_function_that_was_not_called(name, mask):
         "learning_rate": jgrad.adam,
     }
     function = {"leaves": "hyperball", "matrices": "muon"}.get(mask, "adam")
-    assert_error(
-        TypeError,
-        f"{function}: `{mask}`: the function `jgrad.{name}`, expected what it returns: call it, "
-        f"`{mask}=jgrad.{name}(...)`.",
-        lambda: makes[mask](getattr(jgrad, name)),
-    )
+    message = f"{function}: `{mask}`: the function `jgrad.{name}`, expected what it returns: call it, `{mask}=jgrad.{name}(...)`."
+    assert_error(TypeError, message, lambda: makes[mask](getattr(jgrad, name)))
 
 
 def test_a_function_of_no_module():
