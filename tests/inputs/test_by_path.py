@@ -293,10 +293,7 @@ def update(tx, **numbers):
     return tx.update(W, tx.init(W), W, **numbers)
 
 
-MASKED = (
-    "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that "
-    "are left."
-)
+MASKED = "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that are left."
 EACH = jgrad.by_path({"embed": 0.5, "layers/*/b": 0.25, "**/w": 0.125})
 LABELS = jgrad.by_path({"**/b": "y"}, rest="x")
 masked = optax.masked

@@ -41,10 +41,7 @@ def test_leaves_of_a_buffer_shard_over_different_axes():
         in_specs=P("model"),
         out_specs=P("model"),
     )
-    message = (
-        "lars: `mesh_axes` at ['w']: ('model',), expected (), as for the other leaves in its "
-        "buffer."
-    )
+    message = "lars: `mesh_axes` at ['w']: ('model',), expected (), as for the other leaves in its buffer."
     assert_error(ValueError, message, lambda: update(model(0)))
 
 

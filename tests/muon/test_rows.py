@@ -215,10 +215,7 @@ def test_the_fraction_of_a_call():
 
 def test_the_momentum_of_a_call():
     tx, w = muon(fraction=0.5), jnp.ones((2, 3))
-    message = (
-        "muon: `momentum`: 0.9, expected none with `fraction=0.5`, where gradients are summed; "
-        "`error_decay` is the decay of the sum."
-    )
+    message = "muon: `momentum`: 0.9, expected none with `fraction=0.5`, where gradients are summed; `error_decay` is the decay of the sum."
     assert_error(ValueError, message, lambda: tx.update(w, tx.init(w), w, momentum=0.9))
     decayed = tx.update(w, tx.init(w), w, error_decay=0.5)[1]
     assert sorted(np.unique(decayed.mw)) == [0.5, 1.0]

@@ -555,10 +555,7 @@ def test_a_beta_in_arithmetic(use):
     def wrong(g, mw, *, beta1=0.9):
         return g, use(beta1, mw)
 
-    text = (
-        "optimizer_of_leaf: a number named `beta...` in arithmetic, expected `.value`, "
-        "`.complement` or `.correction` of it."
-    )
+    text = "optimizer_of_leaf: a number named `beta...` in arithmetic, expected `.value`, `.complement` or `.correction` of it."
     assert_error(TypeError, text, lambda: jgrad.optimizer_of_leaf(wrong))
 
 

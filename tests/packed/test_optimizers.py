@@ -109,10 +109,7 @@ def test_layers_of_a_stack(method, max_size):
         found = train(method(0.1, layer_axes=again), packed, grads_packed)
         assert_close(jgrad.unpack(found), expected)
     name = method.__name__
-    message = (
-        f"{name}: `layer_axes` at ['rest'][0]: (1,), expected the axes with which it was packed, "
-        "(0, 2)."
-    )
+    message = f"{name}: `layer_axes` at ['rest'][0]: (1,), expected the axes with which it was packed, (0, 2)."
     tx = method(0.1, layer_axes={"layer": None, "rest": [1, None, None]})
     assert_error(ValueError, message, lambda: tx.update(packed, tx.init(packed), packed))
 
