@@ -148,13 +148,10 @@ def test_a_tree_of_another_model_says_so():
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (
-            {"weight_decay_mask": lambda p: p.ndim > 1},
-            "`weight_decay_mask` was called with the whole",
-        ),
+        ({"weight_decay_mask": lambda p: p.ndim > 1}, "`weight_decay_mask` was called with the whole"),
         ({"weight_decay": lambda step: step["w"]}, "`weight_decay` was called with the number of"),
     ],
-)
+)  # fmt: skip
 def test_a_function_that_fails_is_named(options, note):
     """What it raised stays as it was, with a note."""
     tx = jgrad.adam(0.1, **{"weight_decay": 0.1, **options})

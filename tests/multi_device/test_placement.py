@@ -220,16 +220,10 @@ def test_e26_state_shardings_of_optax():
     ("tx", "moments"),
     [
         (optax.masked(jgrad.adam(0.1), {"tiles": True, "flat": False}), 2),
-        (
-            optax.multi_transform(
-                {"lamb": jgrad.lamb(0.1), "lars": jgrad.lars(0.1)},
-                {"tiles": "lamb", "flat": "lars"},
-            ),
-            3,
-        ),
-    ],
-    ids=["masked", "multi_transform"],
-)
+        (optax.multi_transform({"lamb": jgrad.lamb(0.1), "lars": jgrad.lars(0.1)}, {"tiles": "lamb", "flat": "lars"}),
+         3),
+    ], ids=["masked", "multi_transform"],
+)  # fmt: skip
 def test_e26_state_shardings_of_masked(tx, moments):
     """Parts of the parameters under different methods."""
     w = parameters(names=EIGHTHS)

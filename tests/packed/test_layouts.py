@@ -49,15 +49,12 @@ def test_sizes():
     ("options", "expected"),
     [
         ((), {"bfloat16": (1, 256), "float32": (12, 256)}),
-        (
-            ({"a": None, "b": None, "c": None, "d": 0},),
-            {"bfloat16": (1, 256), "float32": (15, 256)},
-        ),
+        (({"a": None, "b": None, "c": None, "d": 0},), {"bfloat16": (1, 256), "float32": (15, 256)}),
         ((None, 8), {"bfloat16": (8, 256), "float32": (16, 256)}),
         # Larger leaves stay unpacked, named by their index.
         ((None, 1, 600), {"leaf 5": (4, 3, 100), "bfloat16": (1, 256), "float32": (7, 256)}),
     ],
-)
+)  # fmt: skip
 def test_shapes(options, expected):
     assert dict(of(tree(), *options).shapes) == expected
 

@@ -59,11 +59,8 @@ OPTIONS = {
     "schedule of rates": {"learning_rate": lambda t: {"layer": 0.1 / (1.0 + t.astype(float)), "rest": 0.1}},
     "decays": {"learning_rate": 0.1, "weight_decay": DECAYS},
     "masks": {"learning_rate": 0.1, "weight_decay": 0.1, "weight_decay_mask": MASK},
-    "a function": {
-        "learning_rate": 0.1,
-        "weight_decay": 0.1,
-        "weight_decay_mask": lambda w: jax.tree.map(lambda x: x.ndim > 1, w),
-    },
+    "a function": {"learning_rate": 0.1, "weight_decay": 0.1,
+     "weight_decay_mask": lambda w: jax.tree.map(lambda x: x.ndim > 1, w)},
 }  # fmt: skip
 
 
