@@ -250,21 +250,15 @@ def test_e26_state_shardings_errors():
         (TypeError, at_flat.format(None), tx, w | {"flat": host}),
         (TypeError, at_flat.format(None), tx, w | {"flat": shape}),
         (TypeError, at_flat.format(repr(single.sharding)), tx, w | {"flat": single}),
-        (
-            TypeError,
-            f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
-            *(tx, w, own | {"tiles": P("a")}),
-        ),
-        (
-            ValueError,
-            "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
-            *(tx, w, {"tiles": own["tiles"]}),
-        ),
+        (TypeError, f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
+         *(tx, w, own | {"tiles": P("a")})),
+        (ValueError, "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
+         *(tx, w, {"tiles": own["tiles"]})),
         (ValueError, "params`: no array, expected at least one.", tx, {}),
         (ValueError, "params`: no array, expected at least one.", tx, {"w": None}),
         (TypeError, f"tx`: 3 of type int, {no_tx}", 3, w),
         (TypeError, f"tx`: None, {no_tx}", None, w, NamedSharding(mesh, P())),
-    ]
+    ]  # fmt: skip
     for error, text, *args in wrong:
         call = functools.partial(jgrad.state_shardings, *args)
         assert_error(error, f"state_shardings: `{text}", call)
