@@ -220,10 +220,7 @@ def functional_updates() -> Iterator[Any]:
     array, zeros = jnp.linspace(1.0, 2.0, 300), jnp.zeros(300)
     rates = {"layer": 0.1, "rest": [0.1, 0.2, 0.3]}
     coarse = {"early": jnp.ones(300), "late": {"a": jnp.ones(300)}}
-    adams: dict[str, Any] = {
-        "adam_update": jgrad.adam_update,
-        "lamb_update": jgrad.lamb_update,
-    }
+    adams: dict[str, Any] = {"adam_update": jgrad.adam_update, "lamb_update": jgrad.lamb_update}
     adam_options: list[dict[str, Any]] = [
         {},
         {"beta1": 0.8, "beta2": {"early": 0.9, "late": 0.8}, "epsilon": 0.1},

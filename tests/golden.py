@@ -55,14 +55,10 @@ _WRITTEN = {
     "skip_spikes": lambda: jgrad.skip_spikes(jgrad.adam(0.1), window=4),
     "accumulate_weighted": lambda: jgrad.accumulate(jgrad.adam(0.1), 3, weighted=True),
     "watch": lambda: jgrad.watch(jgrad.adam(0.1)),
-    "stochastic_rounding": lambda: jgrad.stochastic_rounding(
-        jgrad.adam(0.1, weight_decay=0.01, **IVY)
-    ),
-    "clip_of_previous": lambda: optax.chain(
-        jgrad.clip_by_global_norm(1.0, of="previous"), jgrad.adam(0.1)
-    ),
+    "stochastic_rounding": lambda: jgrad.stochastic_rounding(jgrad.adam(0.1, weight_decay=0.01, **IVY)),
+    "clip_of_previous": lambda: optax.chain(jgrad.clip_by_global_norm(1.0, of="previous"), jgrad.adam(0.1)),
     "offload": lambda: jgrad.offload(jgrad.adam(0.1)),
-}
+}  # fmt: skip
 
 # What `update` of some needs beside.
 EXTRA: dict[str, Any] = {"skip_spikes": {"loss": 1.0}, "accumulate_weighted": {"weight": 2.0}}

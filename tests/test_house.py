@@ -110,7 +110,7 @@ def test_what_a_cpu_does_not_run_is_run_by_default_tests():
     """A mistake there is one that no user sees on a CPU."""
     choice = re.compile(r"lax\.platform_dependent|def forced\(|register_lowering")
     chosen = {name for name, path in FILES.items() if choice.search(path.read_text())} - {
-        "_trees/unpromised.py",  # where the name is
+        "_trees/unpromised.py"  # where the name is
     }
     assert chosen == ON_OTHER_PLATFORMS.keys()
     for place in ON_OTHER_PLATFORMS.values():

@@ -23,10 +23,7 @@ class Limit(NamedTuple):
 # By recipe and target: on a tree, and packed where that is another limit; for every model.
 LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     # Norms of gradients, updates and parameters, and updates that are written; a TPU copies weights.
-    "watch(AdamW)": {
-        "h100": (Limit(40.1, 8.1), Limit(44.2, 4.1)),
-        "v5e": (Limit(48.2, 8.1),),
-    },
+    "watch(AdamW)": {"h100": (Limit(40.1, 8.1), Limit(44.2, 4.1)), "v5e": (Limit(48.2, 8.1),)},
     "watch(AdamW, every=100)": {"h100": (Limit(28, 4.1),), "v5e": (Limit(28.1, 4.7),)},
     "momentum": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
     "Lion": {"h100": (Limit(20, 0),), "v5e": (Limit(20, 0.2),)},
@@ -36,63 +33,37 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "schedule_free(Adam)": {"h100": (Limit(44, 0),), "v5e": (Limit(44, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip(clip + AdamW)": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
-    "skip_spikes(skip(clip + AdamW))": {
-        "h100": (Limit(32.3, 0.05),),
-        "v5e": (Limit(32.3, 0.2),),
-    },
+    "skip_spikes(skip(clip + AdamW))": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     # The direction is written, for the sums and for the step. Packed, a GPU has a kernel for each sum.
-    "hyperball(Adam)": {
-        "h100": (Limit(44.1, 4.4), Limit(52.3, 4.1)),
-        "v5e": (Limit(40.7, 4.7), Limit(40.4, 4.1)),
-    },
+    "hyperball(Adam)": {"h100": (Limit(44.1, 4.4), Limit(52.3, 4.1)), "v5e": (Limit(40.7, 4.7), Limit(40.4, 4.1))},
     "AdamW + ema": {"h100": (Limit(36, 0),), "v5e": (Limit(36, 0.2),)},
     "accumulate(clip + AdamW)": {"h100": (Limit(44.2, 1.9),), "v5e": (Limit(30, 4.6),)},
     "accumulate, emit=False": {"h100": (Limit(12.5, 0.1),), "v5e": (Limit(12.5, 0.1),)},
     # Squares are read for rows and for columns; the clip and the scale of weights wait for sums.
     "Adafactor": {"h100": (Limit(32.1, 0.4),), "v5e": (Limit(24, 0.7),)},
-    "LARS": {
-        "h100": (Limit(36, 0.2), Limit(28.5, 0.1)),
-        "v5e": (Limit(32, 0.6), Limit(28.5, 0.1)),
-    },
+    "LARS": {"h100": (Limit(36, 0.2), Limit(28.5, 0.1)), "v5e": (Limit(32, 0.6), Limit(28.5, 0.1))},
     "LAMB": {"h100": (Limit(44.5, 0.2),), "v5e": (Limit(44.5, 0.7),)},
     "clip + LAMB": {"h100": (Limit(48.5, 0.2),), "v5e": (Limit(48.5, 0.7),)},
     "AdamW, 8 bits": {"h100": (Limit(23, 0.2),), "v5e": (Limit(17, 0.2),)},
     # The updates of a kernel are an array of their own, which is read again.
-    "AdamW, 8 bits, optax.apply_updates": {
-        "h100": (Limit(23, 0.2),),
-        "v5e": (Limit(24.2, 1.8), Limit(24.2, 4.1)),
-    },
+    "AdamW, 8 bits, optax.apply_updates": {"h100": (Limit(23, 0.2),), "v5e": (Limit(24.2, 1.8), Limit(24.2, 4.1))},
     "bf16: AdamW": {"h100": (Limit(22, 0),), "v5e": (Limit(22, 0.2),)},
     "bf16: master(AdamW)": {"h100": (Limit(30, 0),), "v5e": (Limit(30, 0.2),)},
     "bf16: stochastic(AdamW)": {"h100": (Limit(22.3, 0.05),), "v5e": (Limit(22.3, 0.2),)},
     "bf16: stochastic(AdamW, 8 bits)": {"h100": (Limit(16.5, 0.3),), "v5e": (Limit(12, 0.3),)},
-    "bf16: stochastic(AdamW, 8 bits), optax.apply_updates": {
-        "h100": (Limit(16.6, 0.3),),
-        "v5e": (Limit(16.2, 0.9), Limit(16.2, 2.1)),
-    },
-    "bf16: skip(stochastic(clip + AdamW, 8 bits))": {
-        "h100": (Limit(20.5, 0.5),),
-        "v5e": (Limit(16, 0.5),),
-    },
-    "bf16: skip(accumulate(master(clip + LAMB + ema)))": {
-        "h100": (Limit(52, 6.1),),
-        "v5e": (Limit(30, 6.1),),
-    },
+    "bf16: stochastic(AdamW, 8 bits), optax.apply_updates": {"h100": (Limit(16.6, 0.3),),
+     "v5e": (Limit(16.2, 0.9), Limit(16.2, 2.1))},
+    "bf16: skip(stochastic(clip + AdamW, 8 bits))": {"h100": (Limit(20.5, 0.5),), "v5e": (Limit(16, 0.5),)},
+    "bf16: skip(accumulate(master(clip + LAMB + ema)))": {"h100": (Limit(52, 6.1),), "v5e": (Limit(30, 6.1),)},
     # Twice the larger group, which has 0.8 of the parameters in float32; the squares of its matrices
     # are not in that. On a TPU a chunk of them is in VMEM. What the products of matrices read and
     # write depends on their kernels.
     "Muon": {"h100": (Limit(280, 6.4),), "v5e": (Limit(45, 3.3),)},
-    "NorMuon": {
-        "h100": (Limit(265, 7.3),),
-        "v5e": (Limit(53, 3.3),),
-    },
+    "NorMuon": {"h100": (Limit(265, 7.3),), "v5e": (Limit(53, 3.3),)},
     # The branch with new bases has all averages, all bases and all new bases as stacks.
     "SOAP": {"h100": (Limit(208, 40.1),)},
-    "hyperball(Muon)": {
-        "h100": (Limit(275, 8.1),),
-        "v5e": (Limit(58, 7.3),),
-    },
-}
+    "hyperball(Muon)": {"h100": (Limit(275, 8.1),), "v5e": (Limit(58, 7.3),)},
+}  # fmt: skip
 
 
 def limit(recipe: str, target: str, *, packed: bool) -> Limit:
@@ -152,26 +123,14 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("skip(clip + AdamW)", "v5e"): {"medium": (59, 13), "large": (23, 13), "stacked": (43, 13)},
     ("skip(clip + AdamW)", "h100"): {"medium": (84, 14), "large": (30, 15), "stacked": (47, 14)},
     # Seven to eight kernels more on a GPU, and 17 on a TPU, of vectors of the window.
-    ("skip_spikes(skip(clip + AdamW))", "v5e"): {
-        "medium": (76, 30),
-        "large": (40, 30),
-        "stacked": (60, 30),
-    },
-    ("skip_spikes(skip(clip + AdamW))", "h100"): {
-        "medium": (91, 22),
-        "large": (38, 23),
-        "stacked": (54, 22),
-    },
+    ("skip_spikes(skip(clip + AdamW))", "v5e"): {"medium": (76, 30), "large": (40, 30), "stacked": (60, 30)},
+    ("skip_spikes(skip(clip + AdamW))", "h100"): {"medium": (91, 22), "large": (38, 23), "stacked": (54, 22)},
     ("hyperball(Adam)", "v5e"): {"medium": (427, 51), "large": (111, 27), "stacked": (102, 35)},
     ("hyperball(Adam)", "h100"): {"medium": (202, 21), "large": (59, 23), "stacked": (62, 21)},
     ("AdamW + ema", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("AdamW + ema", "h100"): {"medium": (28, 5), "large": (10, 5), "stacked": (20, 5)},
     ("accumulate(clip + AdamW)", "v5e"): {"medium": (55, 4), "large": (19, 4), "stacked": (39, 4)},
-    ("accumulate(clip + AdamW)", "h100"): {
-        "medium": (80, 9),
-        "large": (26, 10),
-        "stacked": (43, 9),
-    },
+    ("accumulate(clip + AdamW)", "h100"): {"medium": (80, 9), "large": (26, 10), "stacked": (43, 9)},
     ("accumulate, emit=False", "v5e"): {"medium": (53, 2), "large": (17, 2), "stacked": (37, 2)},
     ("accumulate, emit=False", "h100"): {"medium": (77, 6), "large": (23, 7), "stacked": (40, 6)},
     ("LARS", "v5e"): {"medium": (240, 16), "large": (64, 13), "stacked": (75, 18)},
@@ -182,69 +141,35 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("clip + LAMB", "h100"): {"medium": (149, 20), "large": (52, 21), "stacked": (67, 20)},
     ("AdamW, 8 bits", "v5e"): {"medium": (100, 5), "large": (27, 5), "stacked": (32, 5)},
     ("AdamW, 8 bits", "h100"): {"medium": (100, 11), "large": (46, 11), "stacked": (41, 11)},
-    ("AdamW, 8 bits, optax.apply_updates", "v5e"): {
-        "large": (33, 6),
-        "stacked": (36, 6),
-        "medium": (124, 6),
-    },
-    ("AdamW, 8 bits, optax.apply_updates", "h100"): {
-        "large": (46, 11),
-        "stacked": (41, 11),
-        "medium": (100, 11),
-    },
+    ("AdamW, 8 bits, optax.apply_updates", "v5e"): {"large": (33, 6), "stacked": (36, 6), "medium": (124, 6)},
+    ("AdamW, 8 bits, optax.apply_updates", "h100"): {"large": (46, 11), "stacked": (41, 11), "medium": (100, 11)},
     ("bf16: AdamW", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("bf16: AdamW", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
     ("bf16: master(AdamW)", "v5e"): {"medium": (24, 1), "large": (6, 1), "stacked": (16, 1)},
     ("bf16: master(AdamW)", "h100"): {"medium": (27, 4), "large": (9, 4), "stacked": (19, 4)},
     ("bf16: stochastic(AdamW)", "v5e"): {"medium": (40, 4), "large": (12, 4), "stacked": (39, 4)},
     ("bf16: stochastic(AdamW)", "h100"): {"medium": (8, 7), "large": (16, 7), "stacked": (23, 7)},
-    ("bf16: stochastic(AdamW, 8 bits)", "v5e"): {
-        "medium": (175, 8),
-        "large": (47, 8),
-        "stacked": (58, 8),
-    },
-    ("bf16: stochastic(AdamW, 8 bits)", "h100"): {
-        "medium": (130, 14),
-        "large": (55, 14),
-        "stacked": (52, 14),
-    },
-    ("bf16: stochastic(AdamW, 8 bits), optax.apply_updates", "v5e"): {
-        "large": (53, 9),
-        "stacked": (62, 9),
-        "medium": (199, 9),
-    },
-    ("bf16: stochastic(AdamW, 8 bits), optax.apply_updates", "h100"): {
-        "large": (55, 14),
-        "stacked": (50, 14),
-        "medium": (131, 14),
-    },
-    ("bf16: skip(stochastic(clip + AdamW, 8 bits))", "v5e"): {
-        "medium": (241, 22),
-        "large": (77, 22),
-        "stacked": (108, 22),
-    },
-    ("bf16: skip(stochastic(clip + AdamW, 8 bits))", "h100"): {
-        "medium": (236, 26),
-        "large": (88, 28),
-        "stacked": (81, 26),
-    },
-    ("bf16: skip(accumulate(master(clip + LAMB + ema)))", "v5e"): {
-        "medium": (79, 5),
-        "large": (25, 5),
-        "stacked": (55, 5),
-    },
-    ("bf16: skip(accumulate(master(clip + LAMB + ema)))", "h100"): {
-        "medium": (82, 11),
-        "large": (28, 12),
-        "stacked": (45, 11),
-    },
+    ("bf16: stochastic(AdamW, 8 bits)", "v5e"): {"medium": (175, 8), "large": (47, 8), "stacked": (58, 8)},
+    ("bf16: stochastic(AdamW, 8 bits)", "h100"): {"medium": (130, 14), "large": (55, 14), "stacked": (52, 14)},
+    ("bf16: stochastic(AdamW, 8 bits), optax.apply_updates", "v5e"): {"large": (53, 9), "stacked": (62, 9),
+     "medium": (199, 9)},
+    ("bf16: stochastic(AdamW, 8 bits), optax.apply_updates", "h100"): {"large": (55, 14), "stacked": (50, 14),
+     "medium": (131, 14)},
+    ("bf16: skip(stochastic(clip + AdamW, 8 bits))", "v5e"): {"medium": (241, 22), "large": (77, 22),
+     "stacked": (108, 22)},
+    ("bf16: skip(stochastic(clip + AdamW, 8 bits))", "h100"): {"medium": (236, 26), "large": (88, 28),
+     "stacked": (81, 26)},
+    ("bf16: skip(accumulate(master(clip + LAMB + ema)))", "v5e"): {"medium": (79, 5), "large": (25, 5),
+     "stacked": (55, 5)},
+    ("bf16: skip(accumulate(master(clip + LAMB + ema)))", "h100"): {"medium": (82, 11), "large": (28, 12),
+     "stacked": (45, 11)},
     ("Muon", "v5e"): {"two shapes": (320,)},
     ("Muon", "h100"): {"two shapes": (132,)},
     ("NorMuon", "v5e"): {"two shapes": (674,)},
     ("NorMuon", "h100"): {"two shapes": (235,)},
     ("hyperball(Muon)", "v5e"): {"two shapes": (717,)},
     ("hyperball(Muon)", "h100"): {"two shapes": (255,)},
-}
+}  # fmt: skip
 
 # Collectives of a step whose leaves are sharded under `jit`, those of rare branches too.
 _NONE: dict[str, int] = {}

@@ -84,14 +84,11 @@ def test_what_an_example_needs(name):
         ("train_digits", "sklearn,rich", "sklearn, rich. Give: pip install 'jgrad[demo]'"),
         ("train_distributed", "orbax", "orbax. Give: pip install 'jgrad[distributed]'"),
         ("train_distributed", "rich,orbax", "rich, orbax. Give: pip install 'jgrad[distributed]'"),
-        (
-            "train_language_model",
-            "orbax,matplotlib",
-            "orbax, matplotlib. Give: pip install 'jgrad[demo,distributed]'",
-        ),
+        ("train_language_model", "orbax,matplotlib",
+         "orbax, matplotlib. Give: pip install 'jgrad[demo,distributed]'"),
         ("train_distributed", "jgrad", f"jgrad. Give: pip install '{ROOT}[distributed]'"),
     ],
-)
+)  # fmt: skip
 def test_it_is_said_first(name, missing, message):
     found = called(name, missing)
     assert found.stdout == f"Not installed: {message}\n\n", found.stderr

@@ -270,27 +270,19 @@ def test_which_calls_are_measured():
         ({"recipe": "int4"}, "--recipe=int4 is not known: choose float32, bf16_master, "),
         ({"packed": True, "devices": 2}, "--packed with --devices=2 needs --zero, which "),
         ({"zero": True}, "--zero shards the state over devices: give --devices=2 or more, too."),
-        (
-            {"step_in_backward": True},
-            "--step_in_backward updates each layer as soon as its gradient is known, and "
-            "--accumulate needs those of all layers at once: leave out one of them.",
-        ),
+        ({"step_in_backward": True}, "--step_in_backward updates each layer as soon as its gradient is known, and "
+         "--accumulate needs those of all layers at once: leave out one of them."),
         ({"step_in_backward": True, "packed": True}, "is known, and --packed needs those of all "),
-        (
-            {"step_in_backward": True, "devices": 2, "zero": True},
-            "is known, and --zero needs those of all ",
-        ),
+        ({"step_in_backward": True, "devices": 2, "zero": True}, "is known, and --zero needs those of all "),
         ({"devices": 3}, "--batch=4, expected a multiple of 3, of which each of the 3 devices "),
         ({"width": 34}, "--width=34, expected a multiple of 2 * 2 heads, since each head "),
         ({"steps": 5}, "--steps=5, expected a multiple of --accumulate=2, so that "),
         ({"warmup": 2}, "--warmup=2, expected fewer than the 2 updates of the whole run: "),
         ({"devices": 64, "batch": 64}, "--devices=64, expected at most 8, as many as JAX has "),
-        (
-            {"optimizer": "muon", "devices": 2, "zero": True},
-            "--zero packs parameters, and Muon's matrices are not packed: leave it out.",
-        ),
+        ({"optimizer": "muon", "devices": 2, "zero": True},
+         "--zero packs parameters, and Muon's matrices are not packed: leave it out."),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_fit(changed, message):
     assert_refused(SettingsError, message, train, TINY._replace(**changed))
 

@@ -1,8 +1,6 @@
 """`by_path`: which leaf has which value, and every option that takes it."""
 
 import collections
-import functools
-import inspect
 
 import chex
 import equinox as eqx
@@ -16,9 +14,8 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.cases import every_case, gradients, params
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, run, train
+from tests.support.loops import assert_equal, run
 
 Pair = collections.namedtuple("Pair", "kernel bias")
 
@@ -196,23 +193,11 @@ def grouped(table):
 
 
 ROWS = [
-    pytest.param(
-        jgrad.adam(
-            grouped(RATE),
-            beta1=grouped(BETA1),
-            beta2=grouped(BETA2),
-            epsilon=grouped(EPSILON),
-            weight_decay=grouped(DECAY),
-        ),
-        adams,
-        id="adam",
-    ),
-    pytest.param(
-        jgrad.gradient_descent(grouped(RATE), momentum=grouped(BETA1), weight_decay=grouped(DECAY)),
-        sgds,
-        id="momentum",
-    ),
-]
+    pytest.param(jgrad.adam(grouped(RATE), beta1=grouped(BETA1), beta2=grouped(BETA2), epsilon=grouped(EPSILON),
+     weight_decay=grouped(DECAY)), adams, id="adam"),
+    pytest.param(jgrad.gradient_descent(grouped(RATE), momentum=grouped(BETA1), weight_decay=grouped(DECAY)), sgds,
+     id="momentum"),
+]  # fmt: skip
 
 
 @pytest.mark.slow(one_in=3)
@@ -232,72 +217,9 @@ def test_as_partition_of_optax(tx, make, form):
         assert_near(a, b)
 
 
-def values_of(tree, values, step=0):
-    """A tree of numbers, a different one for each leaf of a layer, as rules and as a tree."""
-    names = [
-        "/".join(map(str, (getattr(k, "key", getattr(k, "idx", k)) for k in path)))
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    numbers = [values[i % len(values)] for i in range(len(names))]
-    as_tree = jax.tree.unflatten(jax.tree.structure(tree), numbers)
-    return jgrad.by_path(dict(zip(names, numbers, strict=True))), as_tree
-
-
-OPTIONS = {
-    "learning_rate": (1e-2, 3e-3, 1e-3),
-    "weight_decay": (0.1, 0.0, 0.01),
-    "beta1": (0.9, 0.8),
-    "beta2": (0.99, 0.95),
-    "epsilon": (1e-8, 1e-3),
-    "momentum": (0.9, 0.5),
-}
-
-
-def options_of(case, tree):
-    """Every number that the method has, by path and as trees."""
-    known = {
-        case.of_adam(name) if name[:4] in ("beta", "epsi") else name: values
-        for name, values in OPTIONS.items()
-    }
-    names = inspect.signature(case.make).parameters
-    own = {name: values for name, values in known.items() if name in names}
-    if "mw" not in case.state or "fraction" in case.options:  # a sum has no momentum
-        own.pop("momentum", None)
-    if case.make is jgrad.adafactor:  # a pair of numbers
-        own.pop("epsilon")
-    if case.options.get("rule") == "ivy":
-        own.pop("epsilon", None) if case.make is jgrad.lars else None
-    pairs = {name: values_of(tree, values) for name, values in own.items()}
-    return [{name: pair[i] for name, pair in pairs.items()} for i in range(2)]
-
-
-@every_case(("lars_masked", "momentum", "muon"))
-@pytest.mark.parametrize(
-    "form", ["tree", "packed", pytest.param("wrapped", marks=pytest.mark.slow)]
-)
-def test_rules_are_trees(case, form):
-    """Rules and the tree of their values are one program; packed, leaves have the same bits."""
-    w, grads = params(), gradients(3)
-    rules, tree = options_of(case, w)
-    others = {k: v for k, v in case.options.items() if k not in rules}
-    made = [case.make(**options, **others) for options in (rules, tree)]
-    if form == "packed":
-        pack = functools.partial(jgrad.pack, max_size=None if case.packs else 0)
-        w, grads = pack(w), list(map(pack, grads))
-    if form == "wrapped":
-        made = [
-            jgrad.skip_nonfinite(
-                jgrad.accumulate(optax.chain(jgrad.clip_by_global_norm(9.0), tx), 2)
-            )
-            for tx in made
-        ]
-    assert_equal(*(train(tx, w, grads) for tx in made))
-
-
 def test_layers_places_and_masks():
     """Axes, masks, the leaves in full precision and the choice of Muon."""
     stacked = {"embed": jnp.ones((9, 3)), "layers": {"w": jnp.arange(24.0).reshape(2, 3, 4)}}
-    grads = [jax.tree.map(jnp.cos, stacked)]
     axes = jgrad.by_path({"layers/**": 0}, rest=None)
     use = jgrad.by_path({"embed": False}, rest=True)
     for make, options in [
@@ -318,8 +240,8 @@ def test_layers_places_and_masks():
             for name, rules in options.items()
             if not isinstance(rules, float)
         }
-        made = [make(0.1, **(options | more)) for more in ({}, trees)]
-        assert_equal(*(train(tx, stacked, grads) for tx in made))
+        program = lambda tx: str(jax.make_jaxpr(tx.update)(stacked, tx.init(stacked), stacked))
+        assert program(make(0.1, **options)) == program(make(0.1, **(options | trees)))
     large = {"a": jnp.ones((64, 96)), "b": jnp.ones((64, 96))}
     tx = jgrad.adam(0.1, moment_dtype="8bit", full_precision=jgrad.by_path({"a": True}, rest=False))
     state = tx.init(large)
@@ -340,7 +262,7 @@ def test_masks_and_labels_of_optax():
 
 def test_leaves_with_one_rule_share_a_number():
     """The program for one rule is that for one number; a schedule is called once."""
-    tree = {str(i): jnp.ones(i + 1) for i in range(20)}
+    tree = {str(i): jnp.ones(i + 1) for i in range(12)}
 
     def program(**options):
         tx = jgrad.adam(**options)
@@ -371,10 +293,7 @@ def update(tx, **numbers):
     return tx.update(W, tx.init(W), W, **numbers)
 
 
-MASKED = (
-    "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that "
-    "are left."
-)
+MASKED = "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that are left."
 EACH = jgrad.by_path({"embed": 0.5, "layers/*/b": 0.25, "**/w": 0.125})
 LABELS = jgrad.by_path({"**/b": "y"}, rest="x")
 masked = optax.masked

@@ -273,20 +273,13 @@ def test_under_vmap_and_jit(name):
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        (
-            "adam_step() missing 3 required positional arguments: 'mw', 'vw', and 'step'",
-            lambda: jgrad.adam_step(X),
-        ),
-        (
-            "adam_step() got some positional-only arguments passed as keyword arguments: 'step'",
-            lambda: jgrad.adam_step(X, X, X, step=1),
-        ),
-        (
-            "lamb_update() got an unexpected keyword argument 'decay'",
-            lambda: jgrad.lamb_update(X, X, 0.1, X, X, 1, decay=0.1),
-        ),
+        ("adam_step() missing 3 required positional arguments: 'mw', 'vw', and 'step'", lambda: jgrad.adam_step(X)),
+        ("adam_step() got some positional-only arguments passed as keyword arguments: 'step'",
+         lambda: jgrad.adam_step(X, X, X, step=1)),
+        ("lamb_update() got an unexpected keyword argument 'decay'",
+         lambda: jgrad.lamb_update(X, X, 0.1, X, X, 1, decay=0.1)),
     ],
-)
+)  # fmt: skip
 def test_calls_that_do_not_fit_the_signature(message, call):
     """Python's own errors, where no other argument is known to be meant."""
     assert_error(TypeError, message, call)

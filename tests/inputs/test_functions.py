@@ -119,10 +119,7 @@ def test_a_tree_of_rates_in_a_callable_model_is_not_called():
     inner = {"layer": MODEL, "rest": jnp.ones(2)}
     prefix = {"layer": 0.2, "rest": 0.1}
     whole = {"layer": Model(0.2, 0.2), "rest": 0.1}
-    assert_same(
-        trained(jgrad.adam(whole), inner)[0],
-        trained(jgrad.adam(prefix), inner)[0],
-    )
+    assert_same(trained(jgrad.adam(whole), inner)[0], trained(jgrad.adam(prefix), inner)[0])
 
 
 def test_other_leaves_of_a_tree_of_rates_are_named():
@@ -151,13 +148,10 @@ def test_a_tree_of_another_model_says_so():
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (
-            {"weight_decay_mask": lambda p: p.ndim > 1},
-            "`weight_decay_mask` was called with the whole",
-        ),
+        ({"weight_decay_mask": lambda p: p.ndim > 1}, "`weight_decay_mask` was called with the whole"),
         ({"weight_decay": lambda step: step["w"]}, "`weight_decay` was called with the number of"),
     ],
-)
+)  # fmt: skip
 def test_a_function_that_fails_is_named(options, note):
     """What it raised stays as it was, with a note."""
     tx = jgrad.adam(0.1, **{"weight_decay": 0.1, **options})
@@ -171,16 +165,6 @@ def test_a_function_that_fails_is_named(options, note):
 
 def matrices(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", ["weight_decay_mask", "trust_ratio_mask"])
-def test_masks(option):
-    """A function in a tree is called with shapes; a mask in a callable model is not called."""
-    tx = lambda mask: jgrad.lamb(0.1, weight_decay=0.1, **{option: mask})
-    expected = trained(tx({"w": True, "b": False}))[0]
-    assert_same(trained(tx(Closure(matrices)))[0], expected)
-    assert_same(trained(tx(Model(w=True, b=False)), MODEL)[0], expected[::-1])
 
 
 @pytest.mark.parametrize(

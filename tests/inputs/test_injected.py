@@ -52,17 +52,9 @@ ROWS = [
     Row(jgrad.lamb, "trust_ratio_mask", {}),
     Row(jgrad.lamb, "full_precision", {"moment_dtype": "8bit"}),
     Row(jgrad.muon, "matrices", {"adam_learning_rate": 0.1}),
-    Row(
-        jgrad.muon,
-        "weight_decay_mask",
-        {"matrices": rank_two(W), "weight_decay": 0.1, "adam_learning_rate": 0.1},
-    ),
-    Row(
-        jgrad.muon,
-        "full_precision",
-        {"matrices": rank_two(W), "moment_dtype": "8bit", "adam_learning_rate": 0.1},
-    ),
-]
+    Row(jgrad.muon, "weight_decay_mask", {"matrices": rank_two(W), "weight_decay": 0.1, "adam_learning_rate": 0.1}),
+    Row(jgrad.muon, "full_precision", {"matrices": rank_two(W), "moment_dtype": "8bit", "adam_learning_rate": 0.1}),
+]  # fmt: skip
 # Those without a rate.
 PARTS = [
     Row(jgrad.scale_by_adam, "full_precision", {"moment_dtype": "8bit"}),
@@ -102,7 +94,7 @@ def test_a_function_that_is_lost(row):
     assert_error(TypeError, message(row, "False of type bool"), lambda: tx.init(W))
 
 
-@pytest.mark.slow(one_in=16)
+@pytest.mark.slow
 @every(ROWS)
 def test_how_to_write_it(row):
     """Named in `static_args`, or in a factory of the numbers alone; a tree is no function."""
@@ -198,7 +190,7 @@ def test_axes_that_are_arrays():
         (functools.partial(jgrad.soap, matrices=True), "every"),
         (functools.partial(jgrad.soap, matrices=True), "max_side"),
     ],
-)
+)  # fmt: skip
 def test_counts_are_static(make, name):
     """They shape the program, so they may be no arrays."""
     function = getattr(make, "func", make).__name__

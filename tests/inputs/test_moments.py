@@ -96,33 +96,20 @@ def test_an_array_in_the_place_of_codes():
     state = lion("8bit").init(W)
     old = jax.tree.leaves(state.mw, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
     inputs = Inputs("lion", GRADS[0], W)
-    assert_error(
-        TypeError,
-        "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
-        "`Moment.write` makes them.",
-        lambda: inputs.kept([W["b"], W["w"]], old),
-    )
+    message = "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
+    assert_error(TypeError, message, lambda: inputs.kept([W["b"], W["w"]], old))
 
 
 def test_a_moment_that_the_method_does_not_have():
     tx = transformation("none", lambda inputs, step: (inputs.g, None, None), mw=True)
-    assert_error(
-        TypeError,
-        "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into `step.mw`.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
-    )
+    message = "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into `step.mw`."
+    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
     tx = transformation("none", lambda inputs, step: (inputs.g, inputs.g, None))
-    assert_error(
-        TypeError,
-        "none: new moments `mw`: list, expected None, since the method has no `mw`.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
-    )
+    message = "none: new moments `mw`: list, expected None, since the method has no `mw`."
+    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
     tx = transformation("none", lambda inputs, step: (inputs.g, None, [1.0]))
-    assert_error(
-        TypeError,
-        "none: new moments `vw`: list, expected None, since the method has no `vw`.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
-    )
+    message = "none: new moments `vw`: list, expected None, since the method has no `vw`."
+    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
 
 
 def test_moments_that_were_named_by_hand():
@@ -130,12 +117,8 @@ def test_moments_that_were_named_by_hand():
     form = MomentOptions("8bit")
     by_hand = lambda inputs, step: (inputs.g, inputs.g, None)
     tx = transformation("none", by_hand, mw=True, moments=form)
-    assert_error(
-        TypeError,
-        "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as "
-        "`Moment.write` makes them.",
-        lambda: tx.update(GRADS[0], tx.init(W), W),
-    )
+    message = "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
+    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
 
 
 def test_a_table_has_each_option():

@@ -221,7 +221,7 @@ THIRD_PARTIES = HANDS_NOTHING_ON | OF_OPTAX
 third_parties = pytest.mark.parametrize("third_party", THIRD_PARTIES.values(), ids=THIRD_PARTIES)
 
 
-@pytest.mark.slow(one_in=4, always=["loss-in_jit"])
+@pytest.mark.slow(one_in=10, always=["loss-in_jit"])
 @third_parties
 @pytest.mark.parametrize("decides", ["gradients", "loss"])
 def test_a_step_that_is_skipped(third_party, decides, standard_promotion):
@@ -262,7 +262,7 @@ def test_what_makes_nan_of_finite_gradients_is_looked_at(third_party, standard_p
         assert_equal(new.inner, state.inner)
 
 
-@pytest.mark.slow(one_in=4)
+@pytest.mark.slow(one_in=15)
 @third_parties
 def test_a_window_inside(third_party, standard_promotion):
     """A mini-batch that is not finite is left out, or the call; the window closes with the others."""
@@ -286,7 +286,7 @@ def test_what_a_caller_says_of_a_window():
     close(steps, jax.tree.map(jnp.negative, G))
 
 
-@pytest.mark.slow(one_in=15)
+@pytest.mark.slow(one_in=45)
 @third_parties
 @pytest.mark.parametrize("wrap", [jgrad.stochastic_rounding, jgrad.master_weights, lambda tx: tx])
 def test_what_follows_in_a_kernel(third_party, wrap):

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import export
@@ -260,18 +259,6 @@ def test_one_trace_for_many_steps():
 
 
 @pytest.mark.slow
-def test_vmap():
-    """The plain form of each model."""
-    tx = MOMENTUM()
-    each = [normal(SHAPES, i) for i in range(2)]
-    states = [tx.init(w) for w in each]
-    one = functools.partial(jgrad.apply_gradients, tx)
-    with platforms.forced("kernel"):
-        found = jax.jit(jax.vmap(one))(stack(each), stack(states), stack(each))
-    runs = [plain(tx, w, [w]) for w in each]
-    assert_equal(tuple(found), stack([(x.w, x.state) for x in runs]))
-
-
 def test_vmap_over_gradients_alone():
     tx, w = MOMENTUM(), model()
     grads = [normal(SHAPES, i) for i in range(2)]
@@ -309,6 +296,7 @@ def test_a_derivative_by_the_rate():
     assert found == expected != 0
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("around", [jgrad.stochastic_rounding, jgrad.master_weights])
 @pytest.mark.parametrize("through", [jax.jit, jax.vmap])
 def test_what_follows_an_update_goes_through_transformations_of_jax(around, through):
@@ -326,6 +314,7 @@ def test_what_follows_an_update_goes_through_transformations_of_jax(around, thro
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_without_jit():
     tx, w = MOMENTUM(), model()
     with jax.disable_jit():
@@ -334,6 +323,7 @@ def test_without_jit():
     assert_equal(tuple(found), (expected.w, expected.state))
 
 
+@pytest.mark.slow
 def test_a_rate_along_the_last_axis_of_a_square_matrix():
     """It is no number for each row."""
     w = normal({"w": (256, 256)})
@@ -344,47 +334,7 @@ def test_a_rate_along_the_last_axis_of_a_square_matrix():
     assert found.leaves == 1
 
 
-def shouting(tx):
-    """A transformation of a user with an effect."""
-
-    def update(updates, state, params=None, **extra):
-        jax.debug.print("a step")
-        return tx.update(updates, state, params, **extra)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
-
-
 @pytest.mark.slow
-def test_effects(capfd):
-    """They happen, once in each step, as in the plain form."""
-    tx, w = shouting(MOMENTUM()), model()
-    found = steps(tx, w, [w, w], "kernel")
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("a step") == 2
-    expected = plain(MOMENTUM(), w, [w, w])
-    assert_equal((found.w, found.state), (expected.w, expected.state))
-
-
-@pytest.mark.slow
-def test_what_a_step_closes_over():
-    """Tracers that are no argument: a rate, and a part of the gradient."""
-
-    def train(g, state, w, rate, bias):
-        tx = optax.chain(
-            optax.stateless(lambda g, _: jax.tree.map(lambda x: x + bias, g)),
-            jgrad.gradient_descent(rate, momentum=0.875, moment_dtype="8bit"),
-        )
-        return jgrad.apply_gradients(tx, g, state, w)
-
-    tx = optax.chain(optax.identity(), MOMENTUM())
-    args = model(), tx.init(model()), model(), jnp.float32(0.125), jnp.float32(0.25)
-    expected = jax.jit(train)(*args)
-    with platforms.forced("kernel"):
-        found = jax.jit(lambda *args: train(*args))(*args)
-    assert_equal(found, expected)
-    assert not np.array_equal(found[0]["w"], model()["w"])
-
-
 def test_eager_steps():
     """No program: what each operation returns."""
     tx, w = MOMENTUM(), model()

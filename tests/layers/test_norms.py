@@ -54,7 +54,7 @@ def test_constants(scale, norm):
 
 
 @pytest.mark.bits
-@pytest.mark.slow(one_in=3)
+@pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize("scale", [1e-25, 1e25])
 @pytest.mark.parametrize("shape", [(123,), (40, 30), (7, 5, 11), (33, 31)])
 def test_layers_of_another_scale_change_no_bit(shape, scale):
@@ -163,7 +163,7 @@ def test_empty():
     assert norms.layer_norms([], [], []) == [[], []]
 
 
-@pytest.mark.slow(one_in=20)
+@pytest.mark.slow(one_in=40)
 @pytest.mark.parametrize("exponent", range(-120, 121, 4))
 def test_slopes_at_every_scale(exponent):
     """The slope of a norm is the direction of the layer, forward and reverse; zero at zero."""
@@ -176,7 +176,7 @@ def test_slopes_at_every_scale(exponent):
 
 def test_one_conditional_for_the_model():
     """However many layers there are, one `lax.cond` chooses the rare way."""
-    arrays = [jnp.ones((i + 1,)) for i in range(40)]
+    arrays = [jnp.ones((i + 1,)) for i in range(18)]
     jaxpr = str(jax.make_jaxpr(found_norms)(*arrays))
     assert jaxpr.count("cond[") == 1
 
@@ -229,10 +229,11 @@ def eager_norms(norm, arrays):
 
 
 @pytest.mark.parametrize("norm", ["of each", "of all"])
-def test_an_eager_call_of_many_arrays(norm):
+def test_an_eager_call_of_many_arrays(norm, monkeypatch):
     """More than share a program, with squares that overflow. Here no program is compiled."""
+    monkeypatch.setattr(norms, "_EAGER", 8)
     rng = np.random.default_rng(0)
-    arrays = list(jnp.asarray(1e25 * rng.normal(size=(260, 2)), jnp.float32))
+    arrays = list(jnp.asarray(1e25 * rng.normal(size=(12, 2)), jnp.float32))
     with jax.disable_jit():
         found, expected = eager_norms(norm, arrays)
     np.testing.assert_allclose(np.array(found), expected, rtol=1e-6)

@@ -40,7 +40,7 @@ def close(found, wanted):
     chex.assert_trees_all_close(jax.device_get(found), wanted, rtol=2e-6, atol=1e-7)
 
 
-@pytest.mark.slow(always=["AxisType.Explicit-rows"])
+@pytest.mark.slow
 @every_spec
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_under_jit(name, kind):
@@ -63,7 +63,7 @@ def test_under_jit(name, kind):
             assert found.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), axes)
 
 
-@pytest.mark.slow(always=["True-paper-layers", "True-torch-rows"])
+@pytest.mark.slow(always=["True-paper-layers"])
 @every_spec
 @pytest.mark.parametrize("rule", ["paper", "torch"])
 @pytest.mark.parametrize("check_vma", [True, False])

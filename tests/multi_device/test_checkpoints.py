@@ -91,10 +91,7 @@ def test_one_flipped_bit(opened, folder):
         opened.save(step, packed(2))
     file = data_file(folder / "2")
     flip_a_bit(file)
-    message = (
-        f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} to go on "
-        "after step 1."
-    )
+    message = f"{file}: altered or missing since step 2 was saved; remove {folder / '2'} to go on after step 1."
     assert_refused(message, opened, packed(2))
     assert_equal(opened.restore(packed(2), 1), packed(2))
 

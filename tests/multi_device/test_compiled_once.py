@@ -33,7 +33,7 @@ def placed(kind, *without):
 every_row = pytest.mark.parametrize("case", [case.without_masks() for case in CASES], ids=str)
 
 
-@pytest.mark.slow(always=["adafactor_factored-Explicit", "adafactor_factored-Auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS, ids=lambda kind: kind.name)
 @every_row
 def test_one_trace_and_one_compilation(case, kind):

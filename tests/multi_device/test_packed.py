@@ -3,8 +3,6 @@
 `tests/everywhere/test_surroundings.py` has every optimizer on packed trees under jit and in `shard_map`.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,17 +13,10 @@ import jgrad
 from tests.multi_device.meshes import mesh_of, place
 from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error
-from tests.support.loops import step_of
 
 pytestmark = pytest.mark.slow
 
 DEVICES = 8
-METHODS = {
-    "adam": functools.partial(jgrad.adam, 0.1),
-    "lamb": functools.partial(jgrad.lamb, 0.1, weight_decay=0.1),
-    "lars": functools.partial(jgrad.lars, 0.1, weight_decay=0.1),
-}
-every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def model(seed):
@@ -41,23 +32,6 @@ def assert_close(found, other):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-@every_method
-def test_leaves_shard_over_a_mesh(name):
-    """Each device packs its part; `mesh_axes` says that layers are cut."""
-    mesh = mesh_of(model=DEVICES)
-    w, g = model(0), model(1)
-    tx = METHODS[name](**({} if name == "adam" else {"mesh_axes": "model"}))
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("model"), out_specs=P("model"))
-    def update(w, g):
-        new, _ = step_of(tx)(jgrad.pack(w), tx.init(jgrad.pack(w)), jgrad.pack(g))
-        return jgrad.unpack(new)
-
-    whole = METHODS[name]()
-    assert_close(update(w, g), step_of(whole)(w, whole.init(w), g)[0])
-
-
 def test_leaves_of_a_buffer_shard_over_different_axes():
     mesh = mesh_of(model=DEVICES)
     tx = jgrad.lars(0.1, mesh_axes={"w": "model", "b": None, "h": None})
@@ -67,10 +41,7 @@ def test_leaves_of_a_buffer_shard_over_different_axes():
         in_specs=P("model"),
         out_specs=P("model"),
     )
-    message = (
-        "lars: `mesh_axes` at ['w']: ('model',), expected (), as for the other leaves in its "
-        "buffer."
-    )
+    message = "lars: `mesh_axes` at ['w']: ('model',), expected (), as for the other leaves in its buffer."
     assert_error(ValueError, message, lambda: update(model(0)))
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.cases import CASES, ONE_EACH
+from tests.cases import CASES
 from tests.multi_device.meshes import mesh_of, place, specs_of
 from tests.support.errors import assert_error
 from tests.support.loops import told
@@ -186,46 +186,6 @@ def test_types_of_new_arrays(name, is_packed):
         assert x.sharding.spec == specs[x.shape]
 
 
-# ---- training ------------------------------------------------------------------------------------
-
-
-def train(tx, w, state, steps=3):
-    """Three steps with donated parameters and state, that may be traced but once."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    @chex.assert_max_traces(n=1)
-    def step(w, state, g):
-        updates, state = tx.update(g, state, w)
-        return optax.apply_updates(w, updates), state
-
-    g = jax.tree.map(lambda p: 0.1 * p if jnp.issubdtype(p.dtype, jnp.floating) else None, w)
-    for _ in range(steps):
-        w, state = jax.block_until_ready(step(w, state, g))
-    return w, state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "more"),
-    [(name, None) for name in (*ONE_EACH, *WRAPPED) if name in STATEFUL | WRAPPED]
-    # Leaves without moments, or without a master copy, have a place in the state all the same.
-    + [("lamb", jnp.int32), ("master_weights", jnp.float32)],
-)
-@every_axis_type
-def test_e26_one_trace(name, more, axis_type):
-    """From an eager init on, three steps are one program, and leave everything where it was."""
-    tx = (STATEFUL.get(name) or WRAPPED[name])()
-    start = parameters_for(name, axis_type, names=("tiles", "whole"))
-    if more is not None:
-        start |= parameters(axis_type, names=("flat",), dtype=more)
-    own = jax.tree.map(lambda p: p + 0, start)
-    w, state = train(tx, own, tx.init(own))
-    for k, p in w.items():
-        assert p.sharding.is_equivalent_to(start[k].sharding, p.ndim)
-        assert p.dtype == jnp.int32 or np.all(np.asarray(p != start[k]))
-    assert more is not None or assert_follows(state, w) > 0
-
-
 # ---- state_shardings -----------------------------------------------------------------------------
 
 
@@ -260,16 +220,10 @@ def test_e26_state_shardings_of_optax():
     ("tx", "moments"),
     [
         (optax.masked(jgrad.adam(0.1), {"tiles": True, "flat": False}), 2),
-        (
-            optax.multi_transform(
-                {"lamb": jgrad.lamb(0.1), "lars": jgrad.lars(0.1)},
-                {"tiles": "lamb", "flat": "lars"},
-            ),
-            3,
-        ),
-    ],
-    ids=["masked", "multi_transform"],
-)
+        (optax.multi_transform({"lamb": jgrad.lamb(0.1), "lars": jgrad.lars(0.1)}, {"tiles": "lamb", "flat": "lars"}),
+         3),
+    ], ids=["masked", "multi_transform"],
+)  # fmt: skip
 def test_e26_state_shardings_of_masked(tx, moments):
     """Parts of the parameters under different methods."""
     w = parameters(names=EIGHTHS)
@@ -296,21 +250,15 @@ def test_e26_state_shardings_errors():
         (TypeError, at_flat.format(None), tx, w | {"flat": host}),
         (TypeError, at_flat.format(None), tx, w | {"flat": shape}),
         (TypeError, at_flat.format(repr(single.sharding)), tx, w | {"flat": single}),
-        (
-            TypeError,
-            f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
-            *(tx, w, own | {"tiles": P("a")}),
-        ),
-        (
-            ValueError,
-            "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
-            *(tx, w, {"tiles": own["tiles"]}),
-        ),
+        (TypeError, f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
+         *(tx, w, own | {"tiles": P("a")})),
+        (ValueError, "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
+         *(tx, w, {"tiles": own["tiles"]})),
         (ValueError, "params`: no array, expected at least one.", tx, {}),
         (ValueError, "params`: no array, expected at least one.", tx, {"w": None}),
         (TypeError, f"tx`: 3 of type int, {no_tx}", 3, w),
         (TypeError, f"tx`: None, {no_tx}", None, w, NamedSharding(mesh, P())),
-    ]
+    ]  # fmt: skip
     for error, text, *args in wrong:
         call = functools.partial(jgrad.state_shardings, *args)
         assert_error(error, f"state_shardings: `{text}", call)
@@ -335,11 +283,6 @@ def mean(x):
 def product(w, x):
     """Of slope x: the mean over x = 0, 1, ..., 7 is 3.5."""
     return jnp.sum(w * x)
-
-
-def both(w, x):
-    """The recipe of the docs."""
-    return mean(jax.grad(lambda w: mean(product(w, x)))(w))
 
 
 def outer(w, x):
@@ -368,14 +311,6 @@ def mapped(way, f):
 
 
 WAYS = ("shard_map", "shard_map without check_vma", "pmap", "vmap")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_e25_mean_on_both_sides(way):
-    """The gradient of the mean is the mean gradient everywhere, with a mean on both sides."""
-    found = mapped(way, both)(jnp.float32(1.0), jnp.arange(8.0))
-    np.testing.assert_array_equal(found, np.full(8, 3.5))
 
 
 @pytest.mark.slow(always=["shard_map"])

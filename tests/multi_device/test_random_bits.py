@@ -112,6 +112,7 @@ def test_bits_of_one_device(spec, check_vma):
     assert_same(found, on_one_device(recipes(None)))
 
 
+@pytest.mark.slow(always=["kernel"])
 @pytest.mark.parametrize("form", ["kernel", "two passes"])
 def test_bits_of_one_device_in_kernels(form):
     """As on a TPU and a GPU, where elements are counted inside a kernel."""

@@ -181,25 +181,6 @@ def micro_batches():
 
 
 @every_method
-def test_accumulate_under_jit(tx):
-    """One call for each micro-batch, all of one program."""
-    mesh, (w, batches, windows) = mesh_of(data=8), micro_batches()
-    step, *start = under_jit(jgrad.accumulate(tx, EVERY), jax.grad(loss), w, mesh, P())
-    found, state = train(step, *start, batches)
-    assert_close((found, state.inner), on_one_device(tx, window_loss, w, windows))
-
-
-@every_method
-def test_accumulate_under_zero(tx):
-    """An eighth of the sum on each device, for a reduce-scatter with each micro-batch."""
-    w, batches, windows = micro_batches()
-    step, *start = under_zero(jgrad.accumulate(tx, EVERY), jax.grad(packed_loss), w)
-    found, state = train(step, *start, batches)
-    assert_cut((state.total, state.inner.mw, state.inner.vw), parts=DEVICES)
-    assert_close(jgrad.unpack((found, state.inner)), on_one_device(tx, window_loss, w, windows))
-
-
-@every_method
 def test_scan_of_micro_batches_under_zero(tx):
     """Each device sums up its own gradients, whole, for one reduce-scatter in all."""
 

@@ -4,18 +4,15 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from tests.multi_device.meshes import mesh_of, place
+from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
-from tests.support.loops import step_of
-from tests.support.packed_model import assert_close
 
 # Shape, spec of the parameter, spec of its moments when cut over "a" (4 devices) too.
 SPECS = {
@@ -134,37 +131,8 @@ def test_numbers():
         (ValueError, ("a", "a"), "('a', 'a'), expected different names."),
         (TypeError, (), "(), expected an axis name or a tuple of names."),
     ],
-)
+)  # fmt: skip
 def test_an_axis_that_is_not_there(error, axes, text):
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
     call = lambda: jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=axes)
     assert_error(error, f"state_shardings: `shard_over`: {text}", call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("method", [jgrad.adam, jgrad.lamb])
-def test_training(method, axis_type):
-    """Parameters stay on every device, moments stay cut, and one program is made of it."""
-    mesh, tx = grid(axis_type), method(0.1, weight_decay=0.1)
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    alone = {"w": draw(16, 12), "b": draw(12), "odd": draw(3, 5)}
-    w = place(alone, mesh, P())
-    own = jax.tree.map(lambda x: x.sharding, w)
-    shardings = jgrad.state_shardings(tx, w, shard_over=("a", "b"))
-    state = jax.jit(tx.init, out_shardings=shardings)(w)
-    other = tx.init(alone)
-
-    def step(w, state):
-        return step_of(tx)(w, state, jax.tree.map(jnp.cos, w))
-
-    once = chex.assert_max_traces(step, n=1)
-    sharded = functools.partial(jax.jit, out_shardings=(own, shardings))(once)
-    for _ in range(3):
-        w, state = jax.block_until_ready(sharded(w, state))
-        alone, other = step(alone, other)
-    assert jax.tree.map(lambda x: x.sharding, w) == own
-    sizes = {k: m.addressable_shards[0].data.size for k, m in state.mw.items()}
-    assert sizes == {"w": 16 * 12 // 8, "b": 12, "odd": 15}
-    assert_close(jax.device_get((w, state)), jax.device_get((alone, other)))

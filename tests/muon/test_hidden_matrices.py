@@ -1,8 +1,5 @@
 """`hidden_matrices`: what it chooses in models of several libraries, and what it prints."""
 
-from collections.abc import Callable
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -96,12 +93,14 @@ def test_other_leaves():
         "up": {"kernel": MATRIX, "bias": jnp.ones(6)},
         "counts": jnp.arange(6).reshape(2, 3),
         "nothing": None,
+        "of a module": (jnp.tanh, "name", 0.5),
     }
     assert jgrad.hidden_matrices()(params) == {
         "query": {"kernel": True, "bias": False},
         "up": {"kernel": True, "bias": False},
         "counts": False,
         "nothing": None,
+        "of a module": (False, False, False),
     }
 
 
@@ -210,77 +209,33 @@ def test_describe_refuses_axes_as_muon_does(axes, shown):
         assert_error(ValueError, f"{function}: `output_axes` at ['dense']: {rest}", call)
 
 
-class Model(eqx.Module):
-    """With leaves that are no arrays, as the models of equinox have them."""
-
-    embed: eqx.nn.Embedding
-    layer: eqx.nn.Linear
-    activation: Callable
-    name: str
-    rate: float
-
-    def __init__(self):
-        keys = jax.random.split(jax.random.key(0))
-        self.embed, self.layer = (
-            eqx.nn.Embedding(9, 4, key=keys[0]),
-            eqx.nn.Linear(4, 3, key=keys[1]),
-        )
-        self.activation, self.name, self.rate = jnp.tanh, "model", 0.5
+MESSAGES = [
+    ("exclude`: 'head' of type str, expected a list or a tuple of words.",
+     lambda: jgrad.hidden_matrices(exclude="head")),
+    ("exclude`: {'w': 1} of type dict, expected a list or a tuple of words.",
+     lambda: jgrad.hidden_matrices(exclude={"w": 1})),
+    ("layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
+     lambda: jgrad.hidden_matrices(layer_axes=0.5)),
+    ("params`: 'abc' of type str, expected a tree of parameters.", lambda: jgrad.hidden_matrices()("abc")),
+    *((f"params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: "
+       "name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is "
+       "meant, give a tree of it.", lambda count=count: jgrad.hidden_matrices()(count))
+      for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int"),
+                          (jnp.ones(()), "an array of float32 and shape ()"))),
+]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_whole_model():
-    """Functions and strings are no matrices; `muon` takes the model and the choice alike."""
-    model, matrices = Model(), jgrad.hidden_matrices()
-    chosen = matrices(model)
-    assert (chosen.layer.weight, chosen.layer.bias, chosen.embed.weight) == (True, False, False)
-    assert (chosen.activation, chosen.name, chosen.rate) == (False, False, False)
-    assert matrices.describe(model).splitlines() == [
-        "Adam  embed/weight  (9, 4)  by name: 'embed' in 'embed'",
-        "Muon  layer/weight  (3, 4)  by shape alone; outputs: axis 1; "
-        "if of PyTorch or equinox, (out, in): `output_axes=0`",
-        "Adam  layer/bias    (3,)    by shape: one axis",
-        "Adam  rate          ()      by shape: no axis",
-    ]
-    for given in (matrices, chosen):
-        tx = jgrad.muon(0.1, matrices=given, adam_learning_rate=0.1)
-        state = tx.init(model)
-        assert state.vw.layer.weight is None
-        assert state.vw.embed.weight.shape == (9, 4)
+@pytest.mark.parametrize(("message", "call"), MESSAGES)
+def test_messages(message, call):
+    assert_error(TypeError, f"hidden_matrices: `{message}", call)
 
 
-def test_messages():
-    assert_error(
-        TypeError,
-        "hidden_matrices: `exclude`: 'head' of type str, expected a list or a tuple of words.",
-        lambda: jgrad.hidden_matrices(exclude="head"),
-    )
-    with pytest.raises(TypeError, match=r"^hidden_matrices: `exclude`: .* of type dict, expected"):
-        jgrad.hidden_matrices(exclude={"w": MATRIX})
-    for name in ("lm_head", "", "w1"):
-        assert_error(
-            ValueError,
-            f"hidden_matrices: `exclude`: {name!r}, expected one word of letters, such as 'head'.",
-            lambda name=name: jgrad.hidden_matrices(exclude=("norm", name)),
-        )
-    assert_error(
-        TypeError,
-        "hidden_matrices: `layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
-        lambda: jgrad.hidden_matrices(layer_axes=0.5),
-    )
-    for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int")):
-        assert_error(
-            TypeError,
-            f"hidden_matrices: `params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is meant, give a tree of it.",
-            lambda count=count: jgrad.hidden_matrices()(count),
-        )
-    with pytest.raises(
-        TypeError, match=r"^hidden_matrices: `params`: an array of float32 and shape"
-    ):
-        jgrad.hidden_matrices()(jnp.ones(()))
-    assert_error(
-        TypeError,
-        "hidden_matrices: `params`: 'abc' of type str, expected a tree of parameters.",
-        lambda: jgrad.hidden_matrices()("abc"),
-    )
+@pytest.mark.parametrize("name", ["lm_head", "", "w1"])
+def test_words_that_are_none(name):
+    message = f"`exclude`: {name!r}, expected one word of letters, such as 'head'."
+    call = lambda: jgrad.hidden_matrices(exclude=("norm", name))
+    assert_error(ValueError, f"hidden_matrices: {message}", call)
+
+
+def test_a_model_that_is_a_matrix():
     assert jgrad.hidden_matrices()(MATRIX) is True

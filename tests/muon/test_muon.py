@@ -243,6 +243,23 @@ def test_second_moments_of_some_leaves_alone(rule):
     }  # fmt: skip
 
 
+@pytest.mark.slow(always=True)
+def test_moments_in_8_bits():
+    """Where there is a number for each element of a large leaf: NorMuon has one for each output."""
+    w = {"embed": jnp.ones((64, 100)), "up": jnp.ones((64, 256)), "bias": jnp.ones(64)}
+    matrices = {name: name == "up" for name in w}
+    for rule, of_up in ("muon", None), ("normuon", "float32"):
+        tx = jgrad.muon(
+            0.1, matrices=matrices, adam_learning_rate=0.1, rule=rule, moment_dtype="8bit"
+        )
+        state = tx.init(w)
+        kinds = lambda x: {
+            k: y if y is None else str(getattr(y, "codes", y).dtype) for k, y in x.items()
+        }
+        assert kinds(state.mw) == {"embed": "int8", "up": "int8", "bias": "float32"}
+        assert kinds(state.vw) == {"embed": "uint8", "up": of_up, "bias": "float32"}
+
+
 def test_bfloat16_momentum():
     """The step is computed from the momentum before it is rounded, to a neighbour in bfloat16."""
     w, grads = jnp.zeros((4, 6)), [model(s, np.float32)["matrices"]["wide"][:, :6] for s in (1, 2)]

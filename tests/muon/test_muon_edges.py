@@ -18,7 +18,6 @@ from tests.cases import rank_two
 from tests.reference import optimizers as reference
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
-from tests.support.loops import assert_equal, step_of
 
 pytestmark = pytest.mark.skipif(
     "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters,
@@ -47,35 +46,6 @@ def first_update(tx, w, g):
 
 
 # ---- 1, 2: which leaves are matrices -----------------------------------------------------------
-
-LAYERS = 4
-STACKED = {
-    "kernel": normal(LAYERS, 16, 24),
-    "bias": normal(LAYERS, 24),
-    "scale": normal(LAYERS, 16),
-}
-
-
-@pytest.mark.slow
-def test_m01_a_model_stacked_for_scan(standard_promotion):
-    """optax orthogonalizes biases across layers and leaves kernels to Adam."""
-    more = STACKED | {"bias": STACKED["bias"].at[0].multiply(100.0)}
-    theirs = optax.contrib.muon(1.0, adam_learning_rate=1.0, nesterov=False)
-    a, b = first_update(theirs, STACKED, STACKED), first_update(theirs, STACKED, more)
-    np.testing.assert_allclose(np.abs(a["kernel"]), 1, rtol=1e-3)
-    assert np.linalg.norm(a["bias"][3] - b["bias"][3]) > 0.1 * np.linalg.norm(a["bias"][3])
-
-    chosen = jgrad.hidden_matrices(layer_axes=0)
-    ours = muon(matrices=chosen, layer_axes=0)
-    a, b = first_update(ours, STACKED, STACKED), first_update(ours, STACKED, more)
-    assert_equal(a["bias"][1:], b["bias"][1:])
-    np.testing.assert_allclose(np.abs(a["bias"]), 1, rtol=1e-3)
-    # The updates of the model that is not stacked.
-    apart = [jax.tree.map(lambda x, i=i: x[i], STACKED) for i in range(LAYERS)]
-    expected = first_update(muon(matrices=jgrad.hidden_matrices()), apart, apart)
-    for i in range(LAYERS):
-        for name, x in expected[i].items():
-            np.testing.assert_allclose(a[name][i], x, rtol=1e-5, atol=1e-6)
 
 
 def test_m02_embeddings_and_heads(standard_promotion):
@@ -135,22 +105,6 @@ def test_m04_gradients_of_every_size(dtype, scales, rule, standard_promotion):
         assert not np.any(np.nan_to_num(first_update(theirs, {"w": w}, {"w": x})["w"]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_m04_zero_gradients(rule, standard_promotion):
-    """No update, and finite slopes; optax's slopes are NaN, and so was dion's NorMuon."""
-    zero = jnp.zeros((3, 4))
-    tx = muon(rule=rule)
-    assert_equal(first_update(tx, zero, zero), zero)
-
-    def slope(tx):
-        loss = lambda g: jnp.sum(tx.update({"w": g}, tx.init({"w": zero}), {"w": zero})[0]["w"])
-        return jax.grad(loss)(zero)
-
-    assert np.all(np.isfinite(slope(tx)))
-    assert np.all(np.isnan(slope(optax.contrib.muon(1.0))))
-
-
 # ---- 5: one iteration for each shape -----------------------------------------------------------
 
 
@@ -163,74 +117,6 @@ def test_m05_a_thousand_matrices_of_three_shapes(count):
     tx = muon()
     text = jax.jit(tx.update).lower(w, jax.eval_shape(tx.init, w), w).compile().as_text()
     assert len(re.findall(r" while\(", text)) <= 6
-
-
-def test_m05_optax_has_one_for_each(standard_promotion):
-    """Of each matrix three products or more, as it unrolls its loop; here three in all."""
-    w = {f"{i}": jax.ShapeDtypeStruct((8, 8), jnp.float32) for i in range(10)}
-
-    def products(tx):
-        state = jax.eval_shape(tx.init, w)
-        return jax.jit(tx.update).lower(w, state, w).as_text().count("dot_general")
-
-    assert products(optax.contrib.muon(1.0)) >= 30
-    assert products(muon()) <= 6  # of CPUs and of other devices
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
-)
-def test_m05_temporaries():
-    """2.5 chunks beside a stack of the matrices, and the same cut into leaves."""
-
-    def used(count):
-        w = {f"{i:02}": jnp.zeros((128, 512)) for i in range(count)}
-        tx = muon(weight_decay=0.1)
-        step = jax.jit(step_of(tx), donate_argnums=(0, 1))
-        program = step.lower(w, jax.eval_shape(tx.init, w), w).compile()
-        return program.memory_analysis().temp_size_in_bytes / (128 * 512 * 4)
-
-    for count in (8, 32):
-        assert used(count) <= 2 * count + 2.5
-
-
-# ---- 9: where outputs are ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_m09_convolutions(standard_promotion):
-    """The scale of the flattened matrix; optax leaves kernels to Adam."""
-    w, g = {"w": jnp.zeros((3, 3, 4, 72))}, {"w": normal(3, 3, 4, 72)}
-    found = first_update(muon(nesterov=False), w, g)["w"].reshape(36, 72)
-    exact = reference.newton_schulz(np.float64(g["w"]).reshape(36, 72)) * 2**0.5
-    np.testing.assert_allclose(-found, exact, atol=1e-5)
-    theirs = first_update(optax.contrib.muon(1.0, nesterov=False), w, g)["w"]
-    np.testing.assert_allclose(np.abs(theirs), 1, rtol=1e-3)
-
-
-# ---- 11: matrices do not know of each other ----------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["muon", "normuon"])
-def test_m11_one_matrix_changes_no_other(rule, standard_promotion):
-    """By a bit, in a stack and in a group; with a norm of all layers optax's do."""
-    w = {"stack": jnp.zeros((3, 8, 16)), "alone": jnp.zeros((16, 8)), "b": jnp.zeros(40)}
-    g = jax.tree.map(lambda x: normal(*x.shape), w)
-    more = g | {"stack": g["stack"].at[0].multiply(1e30)}
-    layers = {"stack": 0, "alone": None, "b": None}
-    tx = muon(matrices={"stack": True, "alone": True, "b": False}, layer_axes=layers, rule=rule)
-    a, b = (first_update(tx, w, x) for x in (g, more))
-    assert_equal((a["stack"][1:], a["alone"], a["b"]), (b["stack"][1:], b["alone"], b["b"]))
-
-    dimensions = optax.contrib.MuonDimensionNumbers(1, 2)
-    theirs = optax.contrib.muon(
-        1.0, adaptive=True, muon_weight_dimension_numbers={"stack": dimensions}
-    )
-    more = g["stack"].at[0].multiply(100.0)
-    a, b = (first_update(theirs, {"stack": w["stack"]}, {"stack": x}) for x in (g["stack"], more))
-    assert np.linalg.norm(b["stack"][2]) > 10 * np.linalg.norm(a["stack"][2])
 
 
 # ---- 12: bad input, and leaves of all kinds ----------------------------------------------------

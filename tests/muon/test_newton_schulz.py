@@ -123,40 +123,21 @@ def test_temporaries_are_bounded_in_bytes(count):
     assert used <= 2.5 * matrix  # a chunk is one matrix
 
 
-def test_messages():
-    """Of options of Newton-Schulz, word for word."""
-    names = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples"
-    one_each = f"{names} (a, b, c), one for each step"
-    assert_error(
-        ValueError,
-        "orthogonalize: `coefficients`: 'muon' of type str, expected one of 'jordan', 'you', "
-        "'polar_express', 'deepseek_v4'.",
-        lambda: jgrad.orthogonalize(X, coefficients="muon"),
-    )
-    assert_error(
-        ValueError,
-        f"orthogonalize: `coefficients`: numbers of shape (2,), expected {one_each}.",
-        lambda: jgrad.orthogonalize(X, coefficients=(2.0, -1.5)),
-    )
-    assert_error(
-        ValueError,
-        f"orthogonalize: `coefficients`: numbers of shape (0,), expected {one_each}.",
-        lambda: jgrad.orthogonalize(X, coefficients=()),
-    )
-    assert_error(
-        TypeError,
-        f"orthogonalize: `coefficients`: [(1, 2), 3] of type list, expected {one_each}.",
-        lambda: jgrad.orthogonalize(X, coefficients=[(1, 2), 3]),
-    )
-    assert_error(
-        TypeError,
-        "orthogonalize: `compute_dtype`: 'int8', expected None, or a real floating dtype such as "
-        "bfloat16.",
-        lambda: jgrad.orthogonalize(X, compute_dtype="int8"),
-    )
-    assert_error(
-        ValueError,
-        "orthogonalize: `x` at ['w']: an array of shape (2, 3) with layers over the axes (0,), "
-        "expected at least an output and an input axis in each layer.",
-        lambda: jgrad.orthogonalize({"w": jnp.ones((2, 3))}, layer_axes=0),
-    )
+ONE_EACH = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples (a, b, c), one for each step."
+NAMES = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4'."
+MATRIX = "an array of shape (2, 3) with layers over the axes (0,), expected at least an output and an input axis in each layer."
+MESSAGES = [
+    (ValueError, f"coefficients`: 'muon' of type str, expected {NAMES}", {"coefficients": "muon"}),
+    (ValueError, f"coefficients`: numbers of shape (2,), expected {ONE_EACH}", {"coefficients": (2.0, -1.5)}),
+    (ValueError, f"coefficients`: numbers of shape (0,), expected {ONE_EACH}", {"coefficients": ()}),
+    (TypeError, f"coefficients`: [(1, 2), 3] of type list, expected {ONE_EACH}", {"coefficients": [(1, 2), 3]}),
+    (TypeError, "compute_dtype`: 'int8', expected None, or a real floating dtype such as bfloat16.",
+     {"compute_dtype": "int8"}),
+    (ValueError, f"x` at ['w']: {MATRIX}", {"x": {"w": jnp.ones((2, 3))}, "layer_axes": 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "options"), MESSAGES)
+def test_messages(error, message, options):
+    call = lambda x=X, **others: jgrad.orthogonalize(x, **others)
+    assert_error(error, f"orthogonalize: `{message}", lambda: call(**options))

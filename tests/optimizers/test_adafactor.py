@@ -15,7 +15,7 @@ from tests.everywhere.test_upstream_methods import theirs
 from tests.reference import optimizers as reference
 from tests.support import upstream_methods
 from tests.support.errors import assert_error
-from tests.support.loops import run, step_of
+from tests.support.loops import run
 
 RATE = 0.05
 SHAPES = {"w": (6, 4), "conv": (2, 2, 3, 5), "layers": (3, 5, 4), "b": (7,), "x": ()}
@@ -49,13 +49,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow(
-    always=[
-        "paper-float64",
-        "bare-float64",
-        "torch, bounded-float64",
-        "epsilon-float64",
-        "momentum-complex128",
-    ]
+    always=["paper-float64", "bare-float64", "torch, bounded-float64", "epsilon-float64"]
 )
 @pytest.mark.parametrize("dtype", ["float64", "complex128"])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -93,33 +87,10 @@ def test_what_is_factored():
     assert (state.vw["w"].ndim, state.vw["w"].size, state.vw["w"].dtype) == (2, 48, jnp.float32)
 
 
-@pytest.mark.slow
-def test_stacked_layers_are_separate():
-    """As layers one by one; those of optax are mixed, since it takes the two longest axes."""
-    shapes = {"layers": (7, 5, 8)}
-    w, grads = draw(0, jnp.float32, shapes), [draw(t, jnp.float32, shapes) for t in (1, 2, 3)]
-    grads = [{"layers": g["layers"] * 10.0 ** jnp.arange(-3.0, 4)[:, None, None]} for g in grads]
-    apart = lambda tree: dict(enumerate(tree["layers"]))
-    for axes, separate in ((0, True), (None, False)):
-        tx = jgrad.adafactor(RATE, min_side=2, momentum=0.9, layer_axes=axes)
-        found, _ = run(tx, w, grads)
-        tx = jgrad.adafactor(RATE, min_side=2, momentum=0.9)
-        expected, _ = run(tx, apart(w), [apart(g) for g in grads])
-        gap = max(
-            np.max(np.abs(a["layers"] - np.stack([*b.values()])))
-            for a, b in zip(found, expected, strict=True)
-        )
-        assert (gap < 1e-6) == separate
-    tx = optax.adafactor(RATE, min_dim_size_to_factor=2)
-    (mixed, *_), _ = run(tx, w, grads)
-    (alone, *_), _ = run(tx, apart(w), [apart(g) for g in grads])
-    assert np.max(np.abs(mixed["layers"] - np.stack([*alone.values()]))) > 0.01
-
-
 # ---- others' steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor", "bias-adafactor"])
+@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor"])
 @pytest.mark.parametrize("name", ["adafactor", "adafactor, decay"])
 @pytest.mark.parametrize("leaf", [*upstream_methods.MATRICES, "bias"])
 def test_torch(name, leaf, x64):
@@ -135,7 +106,7 @@ def test_torch(name, leaf, x64):
         np.testing.assert_allclose(found[t - 1][leaf], expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.slow(always=["0.75"])
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [None, 0.75])
 def test_optax(momentum, x64):
     """One matrix and a bias in float64; it takes its decay's exponent in float32."""
@@ -152,35 +123,10 @@ def test_optax(momentum, x64):
         chex.assert_trees_all_close(a, b, rtol=1e-6)
 
 
-@pytest.mark.slow
-def test_half_precision():
-    """What optax rounds to bfloat16, and divides by zero in float16."""
-    for dtype, name in ((jnp.bfloat16, "bfloat16"), (jnp.float16, "float16")):
-        w = draw(0, dtype, {"w": (8, 6)})
-        g = draw(1, dtype, {"w": (8, 6)})
-        theirs = optax.adafactor(RATE, min_dim_size_to_factor=2)
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = theirs.update(jax.tree.map(jnp.zeros_like, g), theirs.init(w), w)
-        factors = optax.tree.get(state, "v_row")["w"]
-        assert factors.dtype == dtype
-        assert bool(jnp.all(jnp.isfinite(updates["w"]))) == (name == "bfloat16")
-        tx = jgrad.adafactor(RATE, min_side=2)
-        updates, state = tx.update(jax.tree.map(jnp.zeros_like, g), tx.init(w), w)
-        assert not np.any(updates["w"])
-        updates, state = tx.update(g, state, w)
-        wide = lambda tree: [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-        zeros = [np.zeros((8, 6))]
-        _, (expected,) = reference.trajectory(
-            reference.adafactor(wide(w), RATE, min_side=2), [zeros, wide(g)]
-        )
-        ulp = float(jnp.finfo(dtype).eps)
-        exact = expected - wide(w)[0]
-        np.testing.assert_allclose(wide(updates)[0], exact, rtol=ulp, atol=1e-7)
-
-
 # ---- every scale --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(always=["1e-22-True", "1e+17-True", "1e+30-True", "1e+30-False", "1e-08-False"])
 @pytest.mark.parametrize("factored", [True, False])
 @pytest.mark.parametrize("scale", [1e-22, 1e-18, 1e-15, 1e-8, 1e8, 1e17, 1e18, 1e19, 1e30])
 def test_every_scale(scale, factored):
@@ -220,6 +166,7 @@ def test_no_gradient_counts_as_more_than_its_square(rule):
             np.testing.assert_allclose(x, -RATE, rtol=2e-6)
 
 
+@pytest.mark.slow
 def test_rows_of_any_scale():
     """An outer product of numbers from 1e-9 to 1e9 is its own estimate: steps are signs."""
     numbers = 10.0 ** jnp.linspace(-9, 9, 16)
@@ -278,20 +225,6 @@ def train(tx, w, count, seed=1):
     return found[-1], state
 
 
-@pytest.mark.slow
-def test_momentum_in_8_bits():
-    """Of the momentum alone, also inside of what rounds weights."""
-    w = draw(0, jnp.bfloat16, {"w": (64, 256), "b": (4,)})
-    tx = jgrad.stochastic_rounding(
-        jgrad.adafactor(1e-2, min_side=32, momentum=0.9, moment_dtype="8bit")
-    )
-    state = tx.init(w)
-    new_w, new = jax.jit(step_of(tx))(w, state, w)
-    chex.assert_trees_all_equal_shapes_and_dtypes((new_w, new), (w, state))
-    assert isinstance(new.inner.mw["w"], jgrad.Blocks)
-    assert isinstance(new.inner.vw["w"], jgrad.Factors)
-
-
 def test_carry_over():
     """Elements become means of rows and columns; the elements of these are only guessed."""
     w = draw(0, jnp.float32, {"w": (2, 8, 6), "b": (3,)})
@@ -310,16 +243,13 @@ def test_carry_over():
     of_layers = jgrad.adafactor(RATE, min_side=2, layer_axes={"w": 0, "b": None})
     for other in whole, of_layers:
         like = jax.eval_shape(other.init, w)
-        assert_error(
-            ValueError,
-            "carry_over: `old` at .vw['w']: rows and columns, of which others can only be guessed, "
-            "expected `reset=` for this leaf.",
-            lambda like=like: jgrad.carry_over(state, like=like),
-        )
+        message = "carry_over: `old` at .vw['w']: rows and columns, of which others can only be guessed, expected `reset=` for this leaf."
+        assert_error(ValueError, message, lambda like=like: jgrad.carry_over(state, like=like))
         again, _ = jgrad.carry_over(state, like=like, reset={"w": True, "b": False})
         np.testing.assert_array_equal(again.vw["b"], state.vw["b"])
 
 
+@pytest.mark.slow
 def test_a_file_without_a_target():
     """As orbax restores it: dictionaries for nodes."""
     w = draw(0, jnp.float32, {"w": (8, 6), "b": (3,)})
@@ -349,20 +279,6 @@ def test_momentum_is_not_adams():
 
 
 # ---- packed trees -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_pack_small():
-    """Leaves that are factored stay as they are."""
-    w = draw(0, jnp.float32, {"w": (50, 60), "b": (3,), "c": (5, 4)})
-    tx = jgrad.adafactor(RATE, min_side=16, momentum=0.9)
-    expected, _ = train(tx, w, 4)
-    found, state = train(jgrad.pack_small(tx), w, 4)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    shapes = {
-        x.shape for x in jax.tree.leaves(state.vw, is_leaf=lambda x: isinstance(x, jgrad.Factors))
-    }
-    assert (50, 60) in shapes
 
 
 @pytest.mark.slow
@@ -398,32 +314,18 @@ def of_other(**options):
     [
         (TypeError, f"`epsilon`: 0.1 of type float, {OF_FACTORY}", {"epsilon": 0.1}),
         (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
-        (
-            TypeError,
-            "`epsilon`: (None, 0.001), expected two numbers; the first may be None with "
-            '`rule="torch"`.',
-            {"epsilon": (None, 1e-3)},
-        ),
+        (TypeError, "`epsilon`: (None, 0.001), expected two numbers; the first may be None with " '`rule="torch"`.',
+         {"epsilon": (None, 1e-3)}),
         (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
         (ValueError, "`beta2_cap`: 1.0, expected a number in [0, 1).", {"beta2_cap": 1.0}),
         (ValueError, "`min_side`: 0, expected a number in [1, 2^31).", {"min_side": 0}),
-        (
-            ValueError,
-            "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.",
-            {"rule": "t5x"},
-        ),
-        (
-            TypeError,
-            f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
-            of_other(min_side=128),
-        ),
-        (
-            ValueError,
-            f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}",
-            of_other(min_side=2, output_axes=(0,)),
-        ),
+        (ValueError, "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.", {"rule": "t5x"}),
+        (TypeError, f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
+         of_other(min_side=128)),
+        (ValueError, f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}", of_other(min_side=2,
+         output_axes=(0,))),
     ],
-)
+)  # fmt: skip
 def test_messages(error, message, call):
     call = call if callable(call) else lambda options=call: jgrad.adafactor(RATE, **options)
     assert_error(error, f"adafactor: {message}", call)

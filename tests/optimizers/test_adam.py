@@ -13,6 +13,7 @@ import jgrad
 X = jnp.array([1.0, 2.0, 3.0])
 
 
+@pytest.mark.slow(one_in=4)
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999, 1 - 1e-7])
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_e09_bias_correction(name, beta):
@@ -58,6 +59,7 @@ def test_fractional_steps_count(x64):
     np.testing.assert_allclose(delta, alpha * 0.1 * x / (np.sqrt(0.001) * x + 1e-7), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_slopes_with_respect_to_betas(x64):
     rng = np.random.default_rng(0)
     g, m = jnp.asarray(rng.normal(size=(2, 4)))

@@ -49,15 +49,12 @@ def test_sizes():
     ("options", "expected"),
     [
         ((), {"bfloat16": (1, 256), "float32": (12, 256)}),
-        (
-            ({"a": None, "b": None, "c": None, "d": 0},),
-            {"bfloat16": (1, 256), "float32": (15, 256)},
-        ),
+        (({"a": None, "b": None, "c": None, "d": 0},), {"bfloat16": (1, 256), "float32": (15, 256)}),
         ((None, 8), {"bfloat16": (8, 256), "float32": (16, 256)}),
         # Larger leaves stay unpacked, named by their index.
         ((None, 1, 600), {"leaf 5": (4, 3, 100), "bfloat16": (1, 256), "float32": (7, 256)}),
     ],
-)
+)  # fmt: skip
 def test_shapes(options, expected):
     assert dict(of(tree(), *options).shapes) == expected
 
@@ -158,9 +155,7 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     rebuild, (*first, width) = packed.layout.__reduce__()
     assert rebuild(*first, width) == packed.layout
     assert_error(
-        ValueError,
-        "Layout: blocks of 128 elements, expected 256.",
-        lambda: rebuild(*first, 128),
+        ValueError, "Layout: blocks of 128 elements, expected 256.", lambda: rebuild(*first, 128)
     )
 
 

@@ -73,23 +73,14 @@ GONE = (
     "in jgrad 1.1."
 )
 WRONG = {
-    "packed": (
-        ValueError,
-        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
-        lambda: muon().init(jgrad.pack(W)),
-    ),
-    "packed inside": (
-        ValueError,
-        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
-        lambda: jgrad.pack_small(muon()).init(W),
-    ),
-    "in zero": (
-        ValueError,
-        f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
-        lambda: jgrad.zero(muon(), "data").init(jgrad.pack(W, multiple_of=8)),
-    ),
+    "packed": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
+     lambda: muon().init(jgrad.pack(W))),
+    "packed inside": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
+     lambda: jgrad.pack_small(muon()).init(W)),
+    "in zero": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}", lambda: jgrad.zero(muon(),
+     "data").init(jgrad.pack(W, multiple_of=8))),
     "whole shards": (TypeError, GONE, lambda: jgrad.pack(W, matrices=MATRICES, multiple_of=8)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)

@@ -56,36 +56,20 @@ NONE, ROW = {"a": 0.1, "b": None}, {"a": jnp.ones(2), "b": 0.1}
 BROADCASTS = "at ['a']: shape (2,), expected (3,) or one that broadcasts to it"
 # Options are those of the tree, one number per leaf, and named by its leaves.
 OPTIONS = {
-    **{
-        f"None as {name}": (
-            TypeError,
-            f"adam_update: `{name}` at ['b']: None, expected an array or a number.",
-            functools.partial(adam_update, **{name: NONE}),
-        )
-        for name in ("lr", "epsilon", "beta1")
-    },
-    "a packed number": (
-        ValueError,
-        "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element.",
-        functools.partial(adam_update, epsilon=PACKED),
-    ),
-    "a rate": (
-        ValueError,
-        f"adam: `learning_rate` does not broadcast to `params` {BROADCASTS}.",
-        lambda: jgrad.adam(ROW).update(PACKED, jgrad.adam(ROW).init(PACKED), PACKED),
-    ),
-    "a functional rate": (
-        ValueError,
-        f"gradient_descent_update: `lr` does not broadcast to `w` {BROADCASTS}.",
-        lambda: jgrad.gradient_descent_update(PACKED, PACKED, ROW),
-    ),
+    **{f"None as {name}": (TypeError, f"adam_update: `{name}` at ['b']: None, expected an array or a number.",
+     functools.partial(adam_update, **{name: NONE})) for name in ("lr", "epsilon", "beta1")},
+    "a packed number": (ValueError,
+     "adam_update: `epsilon` at .buffers['float32']: shape (2, 256), expected one element.",
+     functools.partial(adam_update, epsilon=PACKED)),
+    "a rate": (ValueError, f"adam: `learning_rate` does not broadcast to `params` {BROADCASTS}.",
+     lambda: jgrad.adam(ROW).update(PACKED, jgrad.adam(ROW).init(PACKED), PACKED)),
+    "a functional rate": (ValueError, f"gradient_descent_update: `lr` does not broadcast to `w` {BROADCASTS}.",
+     lambda: jgrad.gradient_descent_update(PACKED, PACKED, ROW)),
     # Its buffers would be taken for leaves, and LARS and LAMB would take one for a layer.
-    "packed twice": (
-        TypeError,
-        "pack: `tree` at ['a'][1]: packed already, expected a tree of arrays; `unpack` it first.",
-        lambda: jgrad.pack({"a": [jnp.ones(3), PACKED]}),
-    ),
-}
+    "packed twice": (TypeError,
+     "pack: `tree` at ['a'][1]: packed already, expected a tree of arrays; `unpack` it first.",
+     lambda: jgrad.pack({"a": [jnp.ones(3), PACKED]})),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("error", "message", "call"), OPTIONS.values(), ids=OPTIONS)

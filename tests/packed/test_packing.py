@@ -194,20 +194,6 @@ def test_what_does_not_fit_a_layout(tree, error, message, like):
     assert_error(error, message, lambda: jgrad.pack(tree, like=like))
 
 
-@pytest.mark.slow
-def test_eager_unpack_compiles_once():
-    packed = jgrad.pack({f"{i}": jnp.ones(i) for i in range(20)})
-    jgrad.unpack(packed)
-    compiled = []
-    listen = lambda name, _, **__: compiled.append(name) if "compile" in name else None
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        jgrad.unpack(packed)
-    finally:
-        jax.monitoring.clear_event_listeners()
-    assert not compiled
-
-
 def test_a_buffer_of_parameters_without_state_is_none():
     """So are their leaves when it is unpacked, and the buffer when they are packed again."""
     state = master_weights()

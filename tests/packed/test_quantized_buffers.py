@@ -103,12 +103,8 @@ def test_the_state_of_a_tree_is_packed_by_value(name):
 def test_errors():
     alone = tx.init(tree(0))
     packed = jgrad.pack(tree(0))
-    assert_error(
-        TypeError,
-        "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it "
-        "one by `carry_over(tree, like=like)`.",
-        lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)),
-    )
+    message = "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it one by `carry_over(tree, like=like)`."
+    assert_error(TypeError, message, lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)))
     assert_error(
         TypeError,
         "pack: `tree` at ['stacked']: Blocks of uint8 and shape (3, 70, 50), expected an array of "

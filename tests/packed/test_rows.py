@@ -36,21 +36,6 @@ def test_nonempty():
     np.testing.assert_array_equal(on_each(lambda: PART.nonempty), expected)
 
 
-@pytest.mark.slow
-def test_numbers_of_layers():
-    """Spread over rows, and read again where a layer has rows."""
-    numbers = jnp.array([1.0, 2.0, 3.0, 4.0])
-    column = on_each(lambda: PART.to_elements(numbers))
-    np.testing.assert_array_equal(column.reshape(-1, 1), WHOLE.to_elements(numbers))
-    read = on_each(lambda: PART.per_layer(PART.to_elements(numbers)))
-    nonempty = on_each(lambda: PART.nonempty)
-    np.testing.assert_array_equal(read[nonempty], jnp.broadcast_to(numbers, (4, 4))[nonempty])
-    np.testing.assert_array_equal(
-        WHOLE.per_layer(WHOLE.to_elements(numbers))[WHOLE.nonempty], [1, 3, 4]
-    )
-    np.testing.assert_array_equal(PART.per_layer(0.5), [0.5] * 4)
-
-
 def test_shard():
     x = np.arange(24.0).reshape(8, 3)
     np.testing.assert_array_equal(on_each(lambda: SHARD.slice(x)).reshape(8, 3), x)
@@ -99,12 +84,3 @@ def test_a_number_that_all_share_is_one_number(entries):
 
 def test_no_number_for_one_is_none_for_all():
     assert SPEC.per_array([2.0, None]) is None
-
-
-@pytest.mark.slow
-def test_a_number_for_each_element():
-    row = jnp.arange(300.0)
-    found = SPEC.per_array([2.0, row])
-    assert found.shape == (4, 256)
-    np.testing.assert_array_equal(found[3, :3], 2.0)
-    np.testing.assert_array_equal(found[:3].reshape(-1)[:600], np.tile(np.arange(300.0), 2))

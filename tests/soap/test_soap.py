@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -107,17 +107,6 @@ def test_split(sizes, x64):
     assert shapes == ([(3, 2, 2)] if sizes == 2 else [(3, 3), (2, 2, 2)])
 
 
-@pytest.mark.slow
-def test_stacked_as_separate(x64):
-    w, grads = normal(3, 4, 5), some(5, 3, 4, 5)
-    (*_, together), _ = run(
-        soap(layer_axes=0, every=2), jnp.asarray(w), list(map(jnp.asarray, grads))
-    )
-    for i in range(3):
-        (*_, alone), _ = run(soap(every=2), jnp.asarray(w[i]), [jnp.asarray(g[i]) for g in grads])
-        close(together[i], alone)
-
-
 @pytest.mark.slow(always=["20"])
 @pytest.mark.parametrize("updates", [2, 10, 20, 40])
 def test_second_moments_are_averages_of_every_update(updates, x64):
@@ -132,7 +121,6 @@ def test_second_moments_are_averages_of_every_update(updates, x64):
 undecayed = soap(every=2, epsilon=0.0)  # one program for all examples
 
 
-@settings(max_examples=12, deadline=None)
 @given(st.sampled_from([2, 4]), st.integers(0, 2**32 - 1), st.booleans())
 def test_turned_gradients_turn_updates(size, seed, is_complex):
     """For orthogonal U and V the update of U G V^T is U (update of G) V^T."""
@@ -215,11 +203,11 @@ def trained_by(every, shape):
     """The update of an undecayed SOAP in one program, with the number of updates as its length."""
     tx = soap(every=every)
 
-    def trained(w, grads):
+    def trained(w, grads, state=None):
         def body(carry, g):
             return step_of(tx)(*carry, g), None
 
-        return jax.lax.scan(body, (w, tx.init(w)), grads)[0]
+        return jax.lax.scan(body, (w, tx.init(w) if state is None else state), grads)[0]
 
     return jax.jit(trained)
 
@@ -262,7 +250,11 @@ def test_units_that_die_come_to_rest(x64):
     grads = np.stack(some(600, 8, 8, dtype=np.float32))
     grads[20:, [1, 4, 5]] = 0
     w = jnp.zeros((8, 8), jnp.float32)
-    before, after = (trained_by(10, (8, 8))(w, jnp.asarray(grads[:n]))[0] for n in (500, 600))
+    train = trained_by(10, (8, 8))  # of one length, so that it is one program
+    state = soap().init(w)
+    for i in range(0, 600, 100):
+        before, (w, state) = w, train(w, jnp.asarray(grads[i : i + 100]), state)
+    after = w
     moved = np.abs(np.asarray(after) - np.asarray(before))
     # In 100 updates, of which the first has 0.95^240 of a step of Adam, at most.
     assert np.max(moved[[1, 4, 5]]) < 100 * RATE * 1e-5
@@ -298,27 +290,6 @@ def test_a_clip_by_root_mean_squares_bounds_steps(x64):
     sizes = [np.max(np.sqrt(np.mean(x**2, axis=(1, 2)))) for x in (ordinary, wide)]
     assert sizes[0] < 1 + 1e-9
     assert sizes[1] > 4
-
-
-@pytest.mark.slow
-def test_zero_gradients():
-    """Bases stay the identity, nothing moves, and slopes are finite."""
-    w = jnp.ones((3, 2))
-    tx = soap(every=1, epsilon=0.0)
-
-    def moved(g, rate):
-        state, p = tx.init(w), w
-        for _ in range(3):
-            updates, state = tx.update(g, state, p, learning_rate=rate)
-            p = p + updates
-        return jnp.sum(p**2), state
-
-    (value, state), slopes = jax.value_and_grad(moved, argnums=(0, 1), has_aux=True)(
-        jnp.zeros((3, 2)), 0.1
-    )
-    assert value == 6.0
-    assert_equal(state.factors.left_basis, jnp.eye(3))
-    assert all(np.all(np.isfinite(x)) for x in slopes)
 
 
 @pytest.mark.slow
@@ -401,12 +372,12 @@ def test_a_skipped_step_changes_no_factor():
 
 def test_gradients_at_every_scale():
     """Finite ones make nothing that is not, and one of 1e38 still turns the bases."""
+    tx, start = soap(every=1), jnp.ones((6, 5))
+    step = jax.jit(step_of(tx))
     for scale in (1e-38, 1e-20, 1e18, 1e38):
-        grads = [
-            jnp.asarray(np.float32(scale) * np.clip(x, -1, 1))
-            for x in some(4, 6, 5, dtype=np.float32)
-        ]
-        w, state = train(soap(every=1), jnp.ones((6, 5)), grads)
+        w, state = start, tx.init(start)
+        for x in some(4, 6, 5, dtype=np.float32):
+            w, state = step(w, state, jnp.asarray(np.float32(scale) * np.clip(x, -1, 1)))
         assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves((w, state)))
         if scale > 1:
             assert np.max(np.abs(np.asarray(state.factors.left_basis) - np.eye(6))) > 0.1
@@ -459,10 +430,7 @@ def test_carried_over_from_adam(x64):
 
 @pytest.mark.slow
 def test_step_in_backward(x64):
-    params = {
-        "layers": {"w": jnp.asarray(normal(3, 4, 4))},
-        "head": jnp.ones((4, 2)),
-    }
+    params = {"layers": {"w": jnp.asarray(normal(3, 4, 4))}, "head": jnp.ones((4, 2))}
 
     def loss(params, x):
         x = jgrad.scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"]), params["layers"], x)

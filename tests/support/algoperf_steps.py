@@ -21,10 +21,7 @@ import numpy as np
 DATA = pathlib.Path(__file__).parents[1] / "data" / "algoperf_steps.npz"
 SHOWN = (1, 2, 6, 7, 20)
 STEP_HINT = 400
-SHAPES = {
-    "Dense_0": {"kernel": (12, 8), "bias": (8,)},
-    "Dense_1": {"kernel": (8, 5), "bias": (5,)},
-}
+SHAPES = {"Dense_0": {"kernel": (12, 8), "bias": (8,)}, "Dense_1": {"kernel": (8, 5), "bias": (5,)}}
 
 
 class ForwardPassMode(enum.Enum):

@@ -93,11 +93,3 @@ def _run(step, w, grads, state):
     for g in grads:
         w, state = run(g, state, w)
     return Run(w, state, 0)
-
-
-@functools.cache
-def contracts():
-    """Whether this CPU computes a product and a sum with one rounding where XLA lets it."""
-    x, y = (jnp.asarray(np.random.default_rng(i).normal(size=1024), jnp.float32) for i in (0, 1))
-    product = np.asarray(x) * np.asarray(y)
-    return bool(np.any(jax.jit(lambda x, y: x * y - 1)(x, y) != product - np.float32(1)))

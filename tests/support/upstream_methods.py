@@ -34,49 +34,23 @@ _DION = _RATES | {"fraction": 0.4, "adjust_lr": None}
 # By name: (module, class, options, leaves).
 ROWS: dict[str, tuple[str, str, dict, tuple[str, ...]]] = {
     "adafactor": ("torch.optim", "Adafactor", {"lr": 1 / 4}, (*MATRICES, "stack", "bias")),
-    "adafactor, decay": (
-        *("torch.optim", "Adafactor"),
-        _RATES | {"beta2_decay": -0.5, "eps": (1 / 64, 1.0), "d": 1.25},
-        (*MATRICES, "stack", "bias"),
-    ),
-    "soap, authors": (
-        *("soap", "SOAP"),
-        _SOAP | {"precondition_frequency": 10, "max_precond_dim": 6},
-        (*MATRICES, "bias"),
-    ),
-    "soap, authors, every 3": (
-        *("soap", "SOAP"),
-        _SOAP | {"precondition_frequency": 3},
-        NEARLY_SQUARE,
-    ),
-    "soap, pytorch-optimizer": (
-        *("pytorch_optimizer.optimizer.soap", "SOAP"),
-        _SOAP | {"precondition_frequency": 10, "max_precondition_dim": 6},
-        (*MATRICES, "bias"),
-    ),
-    "soap, heavyball": (
-        *("heavyball", "SOAP"),
-        _SOAP
-        | {"precondition_frequency": 8, "max_precond_dim": 6, "merge_dims": False, "eps": 1e-30},
-        (*MATRICES, "bias"),
-    ),
-    "soap, emerging": (
-        *("emerging_optimizers.soap.soap", "SOAP"),
-        _SOAP | {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "highest"},
-        NEARLY_SQUARE,
-    ),
+    "adafactor, decay": ("torch.optim", "Adafactor",
+     _RATES | {"beta2_decay": -0.5, "eps": (1 / 64, 1.0), "d": 1.25}, (*MATRICES, "stack", "bias")),
+    "soap, authors": ("soap", "SOAP", _SOAP | {"precondition_frequency": 10, "max_precond_dim": 6},
+     (*MATRICES, "bias")),
+    "soap, authors, every 3": ("soap", "SOAP", _SOAP | {"precondition_frequency": 3}, NEARLY_SQUARE),
+    "soap, pytorch-optimizer": ("pytorch_optimizer.optimizer.soap", "SOAP",
+     _SOAP | {"precondition_frequency": 10, "max_precondition_dim": 6}, (*MATRICES, "bias")),
+    "soap, heavyball": ("heavyball", "SOAP",
+     _SOAP | {"precondition_frequency": 8, "max_precond_dim": 6, "merge_dims": False, "eps": 1e-30},
+     (*MATRICES, "bias")),
+    "soap, emerging": ("emerging_optimizers.soap.soap", "SOAP",
+     _SOAP | {"fp32_matmul_prec": "highest", "qr_fp32_matmul_prec": "highest"}, NEARLY_SQUARE),
     "dion2": ("dion.dion2", "Dion2", _DION | {"ef_decay": 7 / 8}, (*MATRICES, "stack")),
-    "dion2, spectral": (
-        *("dion.dion2", "Dion2"),
-        _DION | {"ef_decay": 7 / 8, "adjust_lr": "spectral_norm"},
-        MATRICES,
-    ),
-    "dion3": (
-        *("dion.nordion2", "NorDion2"),
-        _DION | {"mu": 7 / 8, "muon_beta2": 15 / 16},
-        (*MATRICES, "stack"),
-    ),
-}
+    "dion2, spectral": ("dion.dion2", "Dion2", _DION | {"ef_decay": 7 / 8, "adjust_lr": "spectral_norm"},
+     MATRICES),
+    "dion3": ("dion.nordion2", "NorDion2", _DION | {"mu": 7 / 8, "muon_beta2": 15 / 16}, (*MATRICES, "stack")),
+}  # fmt: skip
 
 
 def problem(leaves):

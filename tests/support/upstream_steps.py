@@ -36,47 +36,25 @@ ROWS: dict[str, tuple[str, str, dict]] = {
     "schedule-free SGD": ("schedulefree", "SGDScheduleFree", _AVERAGED | {"momentum": 7 / 8}),
     # A warm-up of n is one of n + 1 there.
     "schedule-free, heavyball": ("heavyball", "SFAdamW", _ADAMW | {"warmup_steps": 3}),
-    "schedule-free, heavyball, power 1": (
-        *("heavyball", "SFAdamW"),
-        _ADAMW | {"warmup_steps": 3, "r": 1.0},
-    ),
+    "schedule-free, heavyball, power 1": ("heavyball", "SFAdamW", _ADAMW | {"warmup_steps": 3, "r": 1.0}),
     "muon": ("emerging", "Muon", _EMERGING | _PLAIN),
     "muon, no nesterov": ("emerging", "Muon", _EMERGING | _PLAIN | {"nesterov": False}),
     "muon, quintic": ("emerging", "Muon", _EMERGING | _PLAIN | {"coefficient_type": "quintic"}),
-    "muon, polar_express": (
-        *("emerging", "Muon"),
-        _EMERGING | _PLAIN | {"coefficient_type": "polar_express"},
-    ),
-    "muon, deepseekv4": (
-        *("emerging", "Muon"),
-        _EMERGING | _PLAIN | {"coefficient_type": "deepseekv4", "num_ns_steps": 10},
-    ),
+    "muon, polar_express": ("emerging", "Muon", _EMERGING | _PLAIN | {"coefficient_type": "polar_express"}),
+    "muon, deepseekv4": ("emerging", "Muon",
+     _EMERGING | _PLAIN | {"coefficient_type": "deepseekv4", "num_ns_steps": 10}),
     "muon, spectral": ("emerging", "Muon", _EMERGING | _PLAIN | {"scale_mode": "spectral"}),
-    "muon, unit_rms_norm": (
-        *("emerging", "Muon"),
-        _EMERGING | _PLAIN | {"scale_mode": "unit_rms_norm"},
-    ),
+    "muon, unit_rms_norm": ("emerging", "Muon", _EMERGING | _PLAIN | {"scale_mode": "unit_rms_norm"}),
     "muon, bfloat16": ("emerging", "Muon", _EMERGING | _PLAIN | {"fp32_matmul_prec": "medium"}),
     "muon, heavyball": ("heavyball", "Muon", _HEAVY | {"heavyball_momentum": True}),
     "muon, heavyball, no nesterov": ("heavyball", "Muon", _HEAVY | {"nesterov": False}),
     "muon, heavyball, EMA": ("heavyball", "Muon", _HEAVY),
-    "normuon": (
-        *("emerging", "AdaptiveMuon"),
-        _EMERGING
-        | _PLAIN
-        | {"moment2_method": "normuon", "beta2": 7 / 8, "scale_mode": "spectral"},
-    ),
+    "normuon": ("emerging", "AdaptiveMuon",
+     _EMERGING | _PLAIN | {"moment2_method": "normuon", "beta2": 7 / 8, "scale_mode": "spectral"}),
     "hyperball": ("emerging", "MuonHyperball", _EMERGING | _PLAIN | _BALL),
-    "hyperball, radius": (
-        *("emerging", "MuonHyperball"),
-        _EMERGING | _PLAIN | _BALL | {"hyperball_radius": 2.0},
-    ),
-    "hyperball, heavyball": (
-        "heavyball",
-        "HyperBallAdamW",
-        _BALL | {"betas": (7 / 8, 63 / 64), "eps": 1e-30},
-    ),
-}
+    "hyperball, radius": ("emerging", "MuonHyperball", _EMERGING | _PLAIN | _BALL | {"hyperball_radius": 2.0}),
+    "hyperball, heavyball": ("heavyball", "HyperBallAdamW", _BALL | {"betas": (7 / 8, 63 / 64), "eps": 1e-30}),
+}  # fmt: skip
 
 
 def problem():

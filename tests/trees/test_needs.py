@@ -47,58 +47,32 @@ NO_BLOCKS = "True, expected None without `moment_dtype='8bit'`"
 SMALL = f"True, expected False with a `max_size` below {SMALLEST}"
 RATE = {"learning_rate": 0.1}
 ROWS = [
-    *(
-        row
-        for make in (jgrad.adam, jgrad.lion, jgrad.lamb, jgrad.adafactor, average_descent)
-        for row in rows_of(
-            make, RATE,
-            ("weight_decay_mask", MASK, MASK_WITHOUT, {"weight_decay": 0.1}),
-            ("weight_decay_rule", "cautious", f"'cautious', expected 'decoupled' {NO_DECAY}", {"weight_decay": 0.0}),
-        )
-    ),
-    *rows_of(
-        jgrad.gradient_descent, RATE,
-        ("weight_decay_rule", "decoupled", f"'decoupled', expected 'coupled' {NO_DECAY}", {"weight_decay": 0.1}),
-        ("nesterov", True, f"True, expected False {NO_MOMENTUM}", {"momentum": 0.9}),
-        ("moment_dtype", "bfloat16", f"'bfloat16', expected None {NO_MOMENTUM}", {"momentum": 0.9}),
-        ("moment_dtype", "8bit", f"'8bit', expected None {NO_MOMENTUM}", {"momentum": lambda n: 0.9}),
-    ),
-    *rows_of(
-        jgrad.lars, RATE | {"momentum": None},
-        ("rate_in_momentum", False, f"False, expected True {NO_MOMENTUM}", {"momentum": 0.9}),
-        ("nesterov", True, f"True, expected False {NO_MOMENTUM}", {"momentum": 0.9}),
-    ),
-    *rows_of(
-        jgrad.adafactor, RATE,
-        ("moment_dtype", "8bit", f"'8bit', expected None {NO_MOMENTUM}", {"momentum": 0.9}),
-        ("full_precision", True, NO_BLOCKS, {"momentum": 0.9, "moment_dtype": "8bit"}),
-    ),
-    *rows_of(
-        jgrad.muon, RATE | MATRICES,
-        ("weight_decay_mask", MASK, MASK_WITHOUT, {"adam_weight_decay": 0.1}),
-        ("normuon_beta", 0.1, "0.1, expected 0.95 without `rule='normuon'`", {"rule": "normuon"}),
-        ("error_decay", 0.1, "0.1, expected 0.95 without `fraction`", {"fraction": 0.5}),
-    ),
-    *rows_of(
-        jgrad.muon, RATE | MATRICES | {"fraction": 0.5},
-        ("nesterov", False, "False, expected True with `fraction`", {"fraction": None}),
-    ),
-    *rows_of(
-        jgrad.scale_by_muon, {"matrices": MASK, "fraction": 1},
-        ("error_decay", 0.1, "0.1, expected 0.95 without `fraction`", {"fraction": 0.5}),
-    ),
-    *rows_of(
-        jgrad.scale_by_adam, {},
-        ("full_precision", True, NO_BLOCKS, {"moment_dtype": "8bit"}),
-    ),
-    *rows_of(
-        jgrad.skip_nonfinite, {"tx": SGD},
-        ("growth_interval", 3, "3, expected 2000 without `loss_scale`", {"loss_scale": 4.0}),
-    ),
-    *rows_of(
-        jgrad.pack, {"tree": W, "max_size": 300},
-        ("small_apart", True, SMALL, {"max_size": None}),
-    ),
+    *(row for make in (jgrad.adam, jgrad.lion, jgrad.lamb, jgrad.adafactor,
+     average_descent) for row in rows_of(make, RATE,
+     ("weight_decay_mask", MASK, MASK_WITHOUT, {"weight_decay": 0.1}),
+     ("weight_decay_rule", "cautious", f"'cautious', expected 'decoupled' {NO_DECAY}", {"weight_decay": 0.0}))),
+    *rows_of(jgrad.gradient_descent, RATE,
+     ("weight_decay_rule", "decoupled", f"'decoupled', expected 'coupled' {NO_DECAY}", {"weight_decay": 0.1}),
+     ("nesterov", True, f"True, expected False {NO_MOMENTUM}", {"momentum": 0.9}),
+     ("moment_dtype", "bfloat16", f"'bfloat16', expected None {NO_MOMENTUM}", {"momentum": 0.9}),
+     ("moment_dtype", "8bit", f"'8bit', expected None {NO_MOMENTUM}", {"momentum": lambda n: 0.9})),
+    *rows_of(jgrad.lars, RATE | {"momentum": None},
+     ("rate_in_momentum", False, f"False, expected True {NO_MOMENTUM}", {"momentum": 0.9}),
+     ("nesterov", True, f"True, expected False {NO_MOMENTUM}", {"momentum": 0.9})),
+    *rows_of(jgrad.adafactor, RATE,
+     ("moment_dtype", "8bit", f"'8bit', expected None {NO_MOMENTUM}", {"momentum": 0.9}),
+     ("full_precision", True, NO_BLOCKS, {"momentum": 0.9, "moment_dtype": "8bit"})),
+    *rows_of(jgrad.muon, RATE | MATRICES, ("weight_decay_mask", MASK, MASK_WITHOUT, {"adam_weight_decay": 0.1}),
+     ("normuon_beta", 0.1, "0.1, expected 0.95 without `rule='normuon'`", {"rule": "normuon"}),
+     ("error_decay", 0.1, "0.1, expected 0.95 without `fraction`", {"fraction": 0.5})),
+    *rows_of(jgrad.muon, RATE | MATRICES | {"fraction": 0.5},
+     ("nesterov", False, "False, expected True with `fraction`", {"fraction": None})),
+    *rows_of(jgrad.scale_by_muon, {"matrices": MASK, "fraction": 1},
+     ("error_decay", 0.1, "0.1, expected 0.95 without `fraction`", {"fraction": 0.5})),
+    *rows_of(jgrad.scale_by_adam, {}, ("full_precision", True, NO_BLOCKS, {"moment_dtype": "8bit"})),
+    *rows_of(jgrad.skip_nonfinite, {"tx": SGD},
+     ("growth_interval", 3, "3, expected 2000 without `loss_scale`", {"loss_scale": 4.0})),
+    *rows_of(jgrad.pack, {"tree": W, "max_size": 300}, ("small_apart", True, SMALL, {"max_size": None})),
 ]  # fmt: skip
 
 

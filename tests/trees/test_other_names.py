@@ -54,11 +54,8 @@ def test_names_of_others(name):
         if not own or other in named(factory):
             continue
         expected = " and ".join(f"`{x}`" for x in (own if other in BOTH else own[:1]))
-        assert_error(
-            TypeError,
-            f"{name}: `{other}`: an unknown argument, expected {expected}.",
-            functools.partial(factory, **{other: 1}),
-        )
+        message = f"{name}: `{other}`: an unknown argument, expected {expected}."
+        assert_error(TypeError, message, functools.partial(factory, **{other: 1}))
         checked += 1
     assert checked or not named(factory).keys() & {x for ours in OPTIONS.values() for x in ours}
 
@@ -168,12 +165,8 @@ def test_a_function_that_was_not_called(name, mask):
         "learning_rate": jgrad.adam,
     }
     function = {"leaves": "hyperball", "matrices": "muon"}.get(mask, "adam")
-    assert_error(
-        TypeError,
-        f"{function}: `{mask}`: the function `jgrad.{name}`, expected what it returns: call it, "
-        f"`{mask}=jgrad.{name}(...)`.",
-        lambda: makes[mask](getattr(jgrad, name)),
-    )
+    message = f"{function}: `{mask}`: the function `jgrad.{name}`, expected what it returns: call it, `{mask}=jgrad.{name}(...)`."
+    assert_error(TypeError, message, lambda: makes[mask](getattr(jgrad, name)))
 
 
 def test_a_function_of_no_module():
@@ -213,39 +206,6 @@ INSTEAD = {
 def test_functions_of_others(name):
     message = f"jgrad.{name}: not a name of jgrad, expected {INSTEAD[name]}."
     assert_error(AttributeError, message, lambda: getattr(jgrad, name))
-
-
-GONE = {
-    "jgrad.quantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`.":
-        lambda: jgrad.quantized,
-    "jgrad.unquantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`, whose `like` has shapes in "
-    "float32.": lambda: jgrad.unquantized,
-    "jgrad.ema: gone in 2.0, expected `average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages "
-    "updates.": lambda: jgrad.ema,
-    "jgrad.muon_update: gone in 2.0, expected `jgrad.muon`, its method.": lambda: jgrad.muon_update,
-    "StochasticState: `step`: gone in 2.0, expected `done`.": lambda: jgrad.StochasticState(1, ()).step,
-}  # fmt: skip
-BY_OLD_NAMES = [
-    ("lars", "norm_axes", "`mesh_axes`"),
-    ("global_norm", "norm_axes", "`mesh_axes`"),
-    ("lamb_update", "norm_axes", "`mesh_axes`"),
-    ("accumulate", "norm_axes", "`mesh_axes`"),
-    ("state_shardings", "cut_over", "`shard_over`"),
-    ("scale_by_muon", "share_over", "`shard_over`"),
-    ("muon", "beta1", "`adam_beta1`"),
-    ("muon", "beta2", "`normuon_beta` and `adam_beta2`"),
-]
-
-
-@pytest.mark.parametrize("message", GONE)
-def test_names_that_are_gone(message):
-    assert_error(AttributeError, message, GONE[message])
-
-
-@pytest.mark.parametrize(("name", "old", "new"), BY_OLD_NAMES)
-def test_options_by_their_names_of_06(name, old, new):
-    message = f"{name}: `{old}`: an unknown argument, expected {new}."
-    assert_error(TypeError, message, functools.partial(getattr(jgrad, name), **{old: 0.5}))
 
 
 @pytest.mark.parametrize("name", ["zzz", "_adamw", "__adamw__", "acumulate"])
