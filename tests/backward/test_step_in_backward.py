@@ -44,13 +44,26 @@ def test_every_method_and_wrapper(name):
 
 
 @pytest.mark.slow(always=["True"])
-@pytest.mark.parametrize("remat", [True, False, jax.checkpoint_policies.dots_saveable],
-    ids=["True", "False", "policy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "remat",
+    [True, False, jax.checkpoint_policies.dots_saveable],
+    ids=["True", "False", "policy"],
+)
 def test_two_stacks(remat):
     """And a tied embedding, an array that all blocks read, integers, and leaves without use."""
     loss = functools.partial(models.tied_loss, remat=remat)
     found, expected = both(adam(), models.tied_params(), TOKENS, loss)
     assert_equal(found, expected, 16)
+
+
+@pytest.mark.slow
+def test_two_stacks_and_a_norm_of_all():
+    tx = jgrad.watch(clipped(adam()), layer_axes={**dict.fromkeys(models.tied_params()), **STACKS})
+    found, expected = both(tx, models.tied_params(), TOKENS, models.tied_loss, first_pass=True)
+    assert_equal(found, expected, 64)
+
+
+STACKS = {"encoder": 0, "decoder": 0}
 
 
 @pytest.mark.slow
@@ -83,7 +96,6 @@ def test_a_carry_of_several_arrays():
     assert_equal(*both(adam(), models.params(), batches(), loss))
 
 
-@pytest.mark.slow
 def test_a_carry_of_integers_and_keys():
     """As dropout is written: a number of the layer, and a key for it."""
 
@@ -104,7 +116,6 @@ def test_a_carry_of_integers_and_keys():
     assert_equal(*both(adam(), models.params(), data, loss), 4)
 
 
-@pytest.mark.slow
 def test_what_python_knows_is_read_in_each_trace():
     """A step is traced anew where its caller is: another number of a closure is another program."""
     scale = [1.0]
@@ -118,6 +129,14 @@ def test_what_python_knows_is_read_in_each_trace():
     for backward in (True, False):
         with forced(backward):
             np.testing.assert_allclose(value(3.0), 3 * value(1.0), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_without_traces():
+    params, x, tx = models.params(), models.batch(), jgrad.gradient_descent(0.1)
+    with jax.disable_jit():
+        found = jgrad.step_in_backward(tx, models.loss)(params, tx.init(params), x)
+    assert_equal(found, models.ordinary(tx)(params, tx.init(params), x), 16)
 
 
 @pytest.mark.slow(always=["first axis", "largest"])
@@ -136,6 +155,22 @@ def test_masks_see_the_whole_model(mask):
 
     tx = jgrad.adam(1e-2, weight_decay=0.5, weight_decay_mask=of_shapes)
     assert_equal(*both(tx, models.params(), batches()), 4)
+
+
+@pytest.mark.slow
+def test_numbers_of_one_call():
+    found, expected = both(adam(), models.params(), batches(), extra={"learning_rate": 0.3})
+    assert_equal(found, expected)
+    other = both(adam(), models.params(), batches())[0]
+    assert not jnp.allclose(found[0]["first"], other[0]["first"])
+
+
+@pytest.mark.slow
+def test_without_jit():
+    params, x = models.params(), models.batch()
+    step = jgrad.step_in_backward(adam(), models.loss)
+    found = step(params, adam().init(params), x)
+    assert_equal(found, models.ordinary(adam())(params, adam().init(params), x), 4)
 
 
 # ---- what is decided -----------------------------------------------------------------------------
@@ -168,7 +203,6 @@ def test_a_number_that_needs_another():
     assert_equal(found, expected, 64)
 
 
-@pytest.mark.slow
 def test_a_number_that_needs_another_where_no_layer_needs_one():
     """A state remembers it, and layers are frozen."""
     tx = optax.chain(
@@ -202,7 +236,6 @@ def test_loss_scaling():
     assert_equal(found, expected, 2**14)
 
 
-@pytest.mark.slow
 def test_a_spike_is_left_out_whole():
     """Without a first pass, since the loss is known before."""
     tx = jgrad.skip_spikes(jgrad.stochastic_rounding(adam()), window=4)
@@ -239,6 +272,25 @@ def test_layers_have_random_bits_of_their_own():
 
 
 # ---- where it runs -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_models_side_by_side():
+    """Under `vmap`, with a parameter of each."""
+    tx, x = clipped(adam()), models.batch()
+    params = jax.tree.map(lambda p: jnp.stack([p, 0.5 * p]), models.params())
+    steps = jgrad.step_in_backward(tx, models.loss, first_pass=True), models.ordinary(tx)
+    state = jax.vmap(tx.init)(params)
+    results = [jax.jit(jax.vmap(step, (0, 0, None)))(params, state, x) for step in steps]
+    assert_equal(*results, 64)
+
+
+@pytest.mark.slow
+def test_double_precision(x64):
+    tx = clipped(adam())
+    found, expected = both(tx, models.params(jnp.float64), batches(jnp.float64), first_pass=True)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-14)
 
 
 def lowered(step, platform):

@@ -128,9 +128,11 @@ def test_files_do_not_depend_on_the_layout(name, packed, tmp_path):
 
 
 @pytest.mark.slow(always=["schedule_free-tree"])
-@pytest.mark.parametrize(("name", "pack"), [pytest.param(name, pack, id=f"{name}-{form}") for form,
-    pack in (("pack_small", jgrad.pack_small), ("tree",
-    lambda tx: tx)) for name in (PACKED if form == "pack_small" else TREES)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [pytest.param(x, jgrad.pack_small, id=f"{x}-pack_small") for x in PACKED]
+    + [pytest.param(x, lambda tx: tx, id=f"{x}-tree") for x in TREES],
+)
 def test_orbax_saves_every_state_as_it_is(name, pack, tmp_path):
     """Integers beside moments, float32 beside copies: nothing that orbax refuses is in a state."""
     w = golden.weights(name)
