@@ -289,6 +289,20 @@ def the_oldest_versions_are_of_a_year_ago():
     assert '"optax>=0.2.6"' in project
 
 
+@row("states of 0.2 to 0.6")
+def states_of_0_x_are_read_no_more():
+    """They had empty arrays where nothing is kept."""
+    old = MOMENTUM.init(W)._replace(vw=jax.tree.map(lambda x: jnp.zeros((0,)), W))
+    with pytest.raises((TypeError, ValueError), match="vw"):
+        MOMENTUM.update(W, old, W)
+
+
+@row("`Blocks(codes, scale, form)`")
+def the_dtype_of_codes_says_how_they_are_decoded():
+    assert jgrad.Blocks._fields == ("codes", "scale")
+    assert not hasattr(jgrad.Blocks(1, 2), "form")
+
+
 @row("`soap(...)` had a decay of 0.01")
 def soap_has_no_decay():
     updates = jax.jit(lambda tx, w: tx.update(0 * w, tx.init(w), w)[0], static_argnums=0)
