@@ -197,16 +197,8 @@ SAME_KIND = {
 @pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds, added=st.sampled_from(sorted(ADDED)))
-@example(
-    recipe=(
-        "named_chain",
-        ("a", "b"),
-        ("wrapper", "watch", ("wrapper", "watch", ("method", "adam"))),
-        ("optax", "adam"),
-    ),
-    seed=0,
-    added="accumulate",
-)
+@example(recipe=("named_chain", ("a", "b"), ("wrapper", "watch",
+    ("wrapper", "watch", ("method", "adam"))), ("optax", "adam")), seed=0, added="accumulate")  # fmt: skip
 def test_one_more_and_one_less(recipe, seed, added):
     """What the new part is around is as it was, unless there is another of its kind."""
     kind, wrapped, inner = ADDED[added]
