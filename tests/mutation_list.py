@@ -259,7 +259,7 @@ MUTATIONS = [
     Mutation("Inputs._gradients", "a gradient of another shape", "checks.same_shapes(_._replace(leaves=_), _.reference)", "pass", MESSAGES),
     Mutation("inputs._expected", "an integer leaf with a floating gradient", "X if _ else None", "X if False else None", MESSAGES + " " + EDGES),
     Mutation("MomentOptions.read", "the counter overflows", "optax.safe_increment(X)", "X + 1", EDGES + " -k e23"),
-    Mutation("options._numbers_of", "the override of a call is ignored", "X if _ is None else _", "X", MATRIX),
+    Mutation("options._numbers_of", "the override of a call is ignored", "X if _ is None else _", "X", "tests/wrappers/test_every_wrapper.py -k rate_for_one"),
     Mutation("decay_of_leaves", "masks of decay are ignored", "_ and X is not None", "X is not None", MATRIX),
     Mutation("MomentOptions.checked", "moments in float16", "jnp.finfo(_).maxexp >= 128", "True", MESSAGES),
     Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, option, lambda: step.number)", MATRIX),

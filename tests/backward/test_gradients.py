@@ -73,7 +73,7 @@ def assert_as_on_one_device(around, tx, *, loss=models.loss, is_forced=True, **o
         np.testing.assert_allclose(a[0], b, rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.slow(always=["shard_map-ordinary"])
+@pytest.mark.slow(always=["shard_map-backward"])
 @both_forms
 @pytest.mark.parametrize("around", AROUND)
 def test_a_mean_over_devices(x64, around, is_forced):
@@ -102,7 +102,7 @@ def unit(g):
     return jax.tree.map(lambda x: x / norm, g)
 
 
-@pytest.mark.slow(always=["backward"])
+@pytest.mark.slow(always=["ordinary"])
 @both_forms
 def test_a_function_of_a_whole_layer(x64, is_forced):
     """The same in both forms, since both call it with one layer at a time."""

@@ -203,7 +203,7 @@ def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
 # ---- what is not finite ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.slow(always=["nan-adam-tree"])
 @packed_or_not
 @optimizers(ELEMENTWISE)
 @pytest.mark.parametrize("bad", [jnp.nan, -jnp.inf])
