@@ -427,6 +427,8 @@ MUTATIONS = [
     Mutation("skip_spikes", "devices decide by their own losses", "jax.lax.pmean(X, _)", "X", SPIKES),
     Mutation("Commit.by_loss", "an infinite gradient becomes a large number", "X.clips, X._is_read = _, True", "X._is_read = True", SPIKES),
     Mutation("Commit.by_loss", "a norm of the gradients decides", "X.clips, X._is_read = Y, True", "X.clips = Y", SPIKES),
+    Mutation("RejectingInputs.tell", "what comes through a branch is not looked at", "X and not are_finite", "False", SPIKES + " -k lets_through"),
+    Mutation("skip_spikes.skip_spikes", "what a loss lets through is not looked at", "X is not None and X.clips", "False", SPIKES + " -k lets_through"),
     Mutation("counted", "counters go on in a step that a wrapper around rejects", "jnp.where(_.flag, X, _)", "X", SPIKES),
     Mutation("inside.states_with", "only the next state is asked", "jax.tree.leaves(X, is_leaf=_)", "[X]", HAND_OVER),
     Mutation("WrapperInputs.follow", "updates of others are followed", "X if _ is not None and X.has_settled(_) else None", "X", HAND_OVER),

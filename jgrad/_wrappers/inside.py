@@ -1,4 +1,4 @@
-"""The transformation inside a wrapper, and what is asked of its state.
+"""The transformation inside a wrapper: whether it may stand there, and what its state is asked.
 
 Between two wrappers there may be transformations of other libraries, which hold the state of what
 is inside as a part of their own. So a wrapper never asks which transformation is inside. It tells

@@ -170,7 +170,8 @@ def skip_spikes(
         counts = inputs.counted(counts, old)
         new_state = SpikeState(counts[0], inner, *counts[1:])
         commit.keep(counts, old)
-        of = None if settles else commit
+        clips = inputs.outer is not None and inputs.outer.clips  # and looks at what is unsettled
+        of = commit if clips or not settles else None
         inputs.tell(steps, new_state, state, of=of, are_finite=commit.clips)
         return steps, new_state
 

@@ -427,6 +427,18 @@ def test_no_norm_of_gradients_decides():
 # ---- losses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "rejects", [jgrad.skip_spikes, functools.partial(jgrad.skip_nonfinite, branch=True)]
+)
+def test_what_it_lets_through_may_be_nan(rejects):
+    """Of finite gradients, by another library: a `skip_nonfinite` around looks at it."""
+    spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
+    tx, w = jgrad.skip_nonfinite(rejects(spoil)), jnp.ones(3)
+    updates, state = jax.jit(tx.update)(-w, tx.init(w), w, loss=1.0)
+    assert_equal(updates, jnp.zeros(3))
+    assert int(state.skipped) == 1
+
+
 @pytest.mark.slow(one_in=8)
 @pytest.mark.parametrize(
     "loss",
