@@ -66,6 +66,7 @@ def observing(seen):
 # ---- keywords ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(one_in=4)
 @every_wrapper
 def test_keywords_are_those_of_the_caller(wrap):
     """All arrive, nothing else does, and what is ours takes none of them for its own."""

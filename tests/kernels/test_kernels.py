@@ -238,6 +238,7 @@ def test_programs_for_a_tpu_have_kernels(name, request):
 # ---- surroundings ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_trace_for_many_steps():
     tx, w = jgrad.skip_nonfinite(ADAM()), model()
     traces = []

@@ -28,7 +28,7 @@ def calls(tx, w, step=jgrad.apply_gradients):
     return exported.mlir_module().count("tpu_custom_call")
 
 
-@pytest.mark.slow(one_in=6)
+@pytest.mark.slow(one_in=24)
 @pytest.mark.parametrize(
     ("case", "form"),
     [(case, form) for case in IN_8_BITS for form in ("tree", "packed")[: 1 + case.packs]],

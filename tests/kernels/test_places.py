@@ -178,7 +178,7 @@ def test_shard_map(name, form):
     assert count() >= 2
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_types_inside_shard_map(check):
     """A program for a TPU, where JAX keeps account of what varies over devices."""

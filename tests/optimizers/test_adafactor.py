@@ -90,7 +90,7 @@ def test_what_is_factored():
 # ---- others' steps ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(always=["wide-adafactor, decay", "square-adafactor"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adafactor", "adafactor, decay"])
 @pytest.mark.parametrize("leaf", [*upstream_methods.MATRICES, "bias"])
 def test_torch(name, leaf, x64):

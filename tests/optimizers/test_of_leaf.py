@@ -350,6 +350,7 @@ def test_functions_with_programs_in_them(name, form):
 OTHERS = [jnp.cbrt, jnp.sinc, jnp.log2, jax.nn.gelu, jax.scipy.special.erfinv, jnp.nan_to_num]
 
 
+@pytest.mark.slow(one_in=3)
 @pytest.mark.parametrize("f", OTHERS, ids=lambda f: f.__name__)
 def test_other_operations_of_elements(f, standard_promotion):
     """They are known by their names, some of which are of one version of JAX."""

@@ -75,7 +75,7 @@ def test_lars_where_the_ratio_of_norms_is_no_float(w, g):
 # ---- LAMB: clamps of the trust ratio, and leaves without one ---------------------------------------
 
 
-@pytest.mark.slow(one_in=6)
+@pytest.mark.slow
 @pytest.mark.parametrize("smallest", [0.0, 0.01])
 @pytest.mark.parametrize("largest", [0.3, 10.0, None])
 def test_e27_clamps_and_exclusions_of_lamb(smallest, largest):

@@ -208,6 +208,23 @@ def test_functions_of_others(name):
     assert_error(AttributeError, message, lambda: getattr(jgrad, name))
 
 
+GONE = {
+    "jgrad.quantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`.":
+        lambda: jgrad.quantized,
+    "jgrad.unquantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`, whose `like` has shapes in "
+    "float32.": lambda: jgrad.unquantized,
+    "jgrad.ema: gone in 2.0, expected `average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages "
+    "updates.": lambda: jgrad.ema,
+    "jgrad.muon_update: gone in 2.0, expected `jgrad.muon`, its method.": lambda: jgrad.muon_update,
+    "StochasticState: `step`: gone in 2.0, expected `done`.": lambda: jgrad.StochasticState(1, ()).step,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", GONE)
+def test_names_that_are_gone(message):
+    assert_error(AttributeError, message, GONE[message])
+
+
 @pytest.mark.parametrize("name", ["zzz", "_adamw", "__adamw__", "acumulate"])
 def test_other_names_are_pythons_error(name):
     message = f"module 'jgrad' has no attribute {name!r}"
