@@ -9,6 +9,7 @@ of its layers and return new ones, which is not possible inside of anything that
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -67,13 +68,16 @@ class ScanCall:
     after: list[Any]
     ys: list[Any]
 
+    @property
+    def operands(self) -> list[Any]:
+        """The variables of all, in the order of the body."""
+        return [*self.others, *self.carry, *self.stacks, *self.xs]
+
     def parts(self, operands: Sequence[Any]) -> list[list[Any]]:
         """Operands of the body: others, carry, layer, xs."""
-        parts, start = [], 0
-        for part in (self.others, self.carry, self.stacks, self.xs):
-            parts.append([*operands[start : start + len(part)]])
-            start += len(part)
-        return parts
+        given = iter(operands)
+        parts = (self.others, self.carry, self.stacks, self.xs)
+        return [[*itertools.islice(given, len(part))] for part in parts]
 
 
 class _Line(NamedTuple):
@@ -109,8 +113,8 @@ class TracedLoss:
         lines = self._lines()
         self.calls = [line.call for line in lines if line.call is not None]
         if not self.calls:
-            remedy = "expected it to say where the layers are; or use the ordinary step"
-            raise ValueError(f"{_NAME}: `loss`: no call of `scan_layers`, {remedy}.")
+            expected = "expected one, which says where the layers are"
+            raise ValueError(f"{_NAME}: `loss`: no call of `scan_layers`, {expected}.")
         _check_value(result, has_aux)
         self.form = _flat(result)[1]
         self.differentiable = self._between_parameters_and_value(lines)
@@ -142,9 +146,7 @@ class TracedLoss:
                 remedy = "expected it outside of these; loop and differentiate inside of its block"
                 raise ValueError(f"scan_layers: called inside {where}, {remedy}.")
             call = self._call(eqn, made_by) if is_call else None
-            reads = eqn.invars
-            if call is not None:
-                reads = [*call.stacks, *call.others, *call.carry, *call.xs]
+            reads = call.operands if call else eqn.invars
             reads = [x for x in reads if _is_variable(x)]
             lines.append(_Line(reads, eqn.outvars, eqn, call))
             made_by |= dict.fromkeys(eqn.outvars, eqn)
@@ -154,8 +156,10 @@ class TracedLoss:
         """What the operands of a scan are: those of all layers, the carry, stacks and `xs`."""
         body = eqn.params["jaxpr"]
         inner, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
-        scanned = sum(_rank(x) > _rank(y) for x, y in zip(eqn.invars, inner.invars, strict=True))
-        ys = sum(_rank(x) > _rank(y) for x, y in zip(eqn.outvars, inner.outvars, strict=True))
+        scanned = sum(
+            x.aval.ndim > y.aval.ndim for x, y in zip(eqn.invars, inner.invars, strict=True)
+        )
+        ys = sum(x.aval.ndim > y.aval.ndim for x, y in zip(eqn.outvars, inner.outvars, strict=True))
         carries, first = len(eqn.outvars) - ys, len(eqn.invars) - scanned
         last = first + (leaves_of_call(eqn) or 0)
         inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
@@ -169,7 +173,7 @@ class TracedLoss:
                 self._refuse_changed(x, made_by)
             axis = 0
             for step in reversed(chain):
-                axis = step.params["permutation"][axis] if _is_transpose(step) else axis
+                axis = step.params.get("permutation", range(axis + 1))[axis]
             stacks.append(x)
             axes.append(axis)
             as_read.append(functools.partial(self._as_read, chain, x))
@@ -201,8 +205,7 @@ class TracedLoss:
             if found.intersection(eqn.outvars):
                 found.update(y for y in eqn.invars if _is_variable(y))
         paths = [path for path, y in zip(self._paths, self.jaxpr.invars, strict=True) if y in found]
-        came = f"{in_short(x.aval)}, which is no leaf of `params`"
-        remedy = "pass what is not updated as `xs`"
+        came, remedy = f"{in_short(x.aval)} outside of `params`", "pass what is not updated as `xs`"
         if paths:
             came = f"computed from `params`{checks.at(paths[0])}"
             remedy = "change it inside of `block`, and give each call leaves of its own"
@@ -307,16 +310,8 @@ def _keeps_layers(eqn: Any) -> bool:
     arrays = [x for x in eqn.invars if _is_variable(x)]
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
         return False
-    is_cast = eqn.primitive.name == "pcast" or not elementwise.mixes(eqn, lambda _: True)
-    return is_cast or _is_transpose(eqn)
-
-
-def _is_transpose(eqn: Any) -> bool:
-    return bool(eqn.primitive.name == "transpose")
-
-
-def _rank(x: Any) -> int:
-    return len(x.aval.shape)
+    is_elementwise = not elementwise.mixes(eqn, lambda _: True)
+    return is_elementwise or eqn.primitive.name in ("pcast", "transpose")
 
 
 def _check_value(result: Any, has_aux: bool) -> None:
@@ -365,11 +360,8 @@ class SavedCall:
 
     def __init__(self, call: ScanCall, env: Environment, differentiable: set[Any]) -> None:
         """Runs the layers; `env` has the operands."""
-        stacks, self._others, carry, self._xs = (
-            [_value(x, env) for x in part]
-            for part in (call.stacks, call.others, call.carry, call.xs)
-        )
-        self._call = call
+        self._call, operands = call, [_value(x, env) for x in call.operands]
+        self._others, carry, stacks, self._xs = call.parts(operands)
         self._varied = [
             *(x in differentiable for x in call.others),
             *map(_is_floating, call.carry),
@@ -400,18 +392,13 @@ class SavedCall:
         arrays, structure = _flat(pull)
         of_carry = range(len(self._others), len(self._others) + len(carry))
         known = {id(y): k for k, y in enumerate(operands) if k not in of_carry}
-        stored: dict[int, jax.Array] = {}
-        sources: list[tuple[str, Any]] = []
+        stored: Arrays = []
         for y in arrays:
-            if id(y) in known:
-                sources.append(("operand", known[id(y)]))
-            elif isinstance(y, jax.core.Tracer):
-                stored[id(y)] = y
-                sources.append(("stored", [*stored].index(id(y))))
-            else:
-                sources.append(("itself", y))
-        self._form = structure, sources
-        return results[: len(carry)], (results[len(carry) :], [*stored.values()])
+            if isinstance(y, jax.core.Tracer) and id(y) not in known:
+                known[id(y)] = len(operands) + len(stored)
+                stored.append(y)
+        self._form = structure, [known.get(id(y), y) for y in arrays]
+        return results[: len(carry)], (results[len(carry) :], stored)
 
     def _layer(self, ones: Arrays) -> Arrays:
         return [f(one) for f, one in zip(self._call.as_read, ones, strict=True)]
@@ -443,8 +430,8 @@ class SavedCall:
         call, (structure, sources) = self._call, self._form
         carries = [None] * len(call.carry)
         operands = [*self._others, *carries, *self._layer(ones), *map(at, self._xs)]
-        arrays = {"operand": operands, "stored": [*map(at, self._stored)]}
-        pull = structure.unflatten([x if k == "itself" else arrays[k][x] for k, x in sources])
+        arrays = [*operands, *map(at, self._stored)]
+        pull = structure.unflatten([arrays[k] if isinstance(k, int) else k for k in sources])
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
         (varied,) = pull(behind)
         new = _merged(self._varied, varied, [None] * len(operands))

@@ -222,12 +222,18 @@ class Whole:
         i, own = self._known.get(path, (-1, None))
         if own != shape:
             not_packed("state", self._state)
-            made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
+            with telling(stacks={}):
+                made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
             remedy = f"pass `{_INIT}`, or what a step made of it"
             checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
             came = "nothing" if own is None else f"shape {own}"
             where = checks.at(jax.tree_util.keystr(path))
             expected = f"shape {shape}, as `{_INIT}` has it"
+            of_whole = dict(jax.tree_util.tree_leaves_with_path(made))
+            if path not in of_whole or of_whole[path].shape != shape:  # by layers
+                expected = (
+                    f"shape {shape}: the method needs `layer_axes`, such as 0, for this stack"
+                )
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
 

@@ -104,13 +104,9 @@ def find(
             for use, x in zip(mask, reference.leaves, strict=True)
         ],
     )
-    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
+    stacked = options.stacked_axes(inputs, layer_axes)
     outputs = inputs.option("output_axes", read_output_axes(function, output_axes))
     layers = layers_of(chosen, stacked, reference)
-    of_matrices = zip(layers, chosen.leaves, strict=True)
-    options.check_layers_of_share(
-        inputs, stacked, [x.stacked if use else None for x, use in of_matrices]
-    )
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)

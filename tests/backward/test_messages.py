@@ -10,7 +10,7 @@ from flax import nnx
 import jgrad
 from jgrad._backward.step_in_backward import forced
 from tests.backward import models
-from tests.backward.recipes import adam, eight_bits, muon
+from tests.backward.recipes import adam, eight_bits
 from tests.support.errors import assert_error
 
 PARAMS, X = models.params(), models.batch()
@@ -75,8 +75,8 @@ def changed(came, remedy):
 
 INSIDE = "change it inside of `block`, and give each call leaves of its own"
 NO_CALL = (
-    "step_in_backward: `loss`: no call of `scan_layers`, expected it to say where the layers are; or "
-    "use the ordinary step."
+    "step_in_backward: `loss`: no call of `scan_layers`, expected one, which says where the layers "
+    "are."
 )
 
 
@@ -110,7 +110,7 @@ LOSSES = {
      changed("computed from `params` at ['layers']['down']", INSIDE)),
     "halves": (of_layers(lambda w: w[:2]), ValueError, changed("computed from `params` at ['layers']['down']", INSIDE)),
     "layers of no model": (lambda p, x: scan({"layers": {"up": jnp.ones((3, 2))}}), ValueError,
-     changed("float32[3, 2], which is no leaf of `params`", "pass what is not updated as `xs`")),
+     changed("float32[3, 2] outside of `params`", "pass what is not updated as `xs`")),
     "models side by side": (lambda p, x: jnp.sum(jax.vmap(scan)(jax.tree.map(lambda w: jnp.stack([w, w]), p))),
      ValueError, changed("computed from `params` at ['layers']['down']", INSIDE)),
     "grad": (differentiated, ValueError, HERE),
@@ -177,13 +177,6 @@ def other(name):
     )
 
 
-def layer_axes(name):
-    return (
-        f"{name}: `layer_axes` at ['layers']['down']: None, expected 0 in it: `step_in_backward` "
-        "updates the layers of this stack one by one."
-    )
-
-
 def at_once(name, remedy):
     came = f"`{name}`, which needs the gradients of all layers at once"
     return f"step_in_backward: `tx`: {came}; {remedy}."
@@ -242,11 +235,6 @@ OF_TX = {
     "a number of one layer": (lambda: optax.chain(adam(), norm_of_updates()), {},
      "step_in_backward: `state` at [1]: an array that no layer owns, computed from the "
      "gradients of a few layers; expected transformations that compute each element by itself."),
-    "lamb": (lambda: jgrad.lamb(1e-2), {}, layer_axes("lamb")),
-    "lars": (lambda: jgrad.lars(1e-2), {}, layer_axes("lars")),
-    "watch": (lambda: jgrad.watch(adam()), {}, layer_axes("watch")),
-    "muon": (lambda: jgrad.muon(1e-2, matrices=MATRICES, adam_learning_rate=1e-3), {}, layer_axes("muon")),
-    "hyperball": (lambda: jgrad.hyperball(jgrad.adam(1.0), 1e-2, leaves=LEAVES), {}, layer_axes("hyperball")),
 }  # fmt: skip
 
 
@@ -254,11 +242,6 @@ OF_TX = {
 def test_transformations(name):
     make, options, message = OF_TX[name]
     assert_error(ValueError, message, call(make(), **options))
-
-
-def test_layers_with_axes_are_taken():
-    """The remedy of those messages."""
-    call(muon())()
 
 
 def test_zero():

@@ -227,6 +227,21 @@ def in_float32(loss):
     return lambda p, x: loss(p, x).astype(jnp.float32)
 
 
+def test_blocks_of_layers_along_another_axis():
+    """They lie along the last axis, or cross layers."""
+    tx = jgrad.adam(1e-2, moment_dtype="8bit")
+
+    def step(*shape):
+        p = {"a": {"w": jnp.full(shape, 0.1)}}
+        loss = lambda p, x: jnp.sum(SCAN(lambda w, x: x * w["w"], p["a"], x, axis=1))
+        x = jnp.ones((shape[0], shape[2]))
+        return jax.eval_shape(jgrad.step_in_backward(tx, loss), p, tx.init(p), x)
+
+    assert step(8, 2, 256)[1].mw["a"]["w"].scale.shape == (8, 2, 1)
+    with pytest.raises(ValueError, match="no 8-bit block with elements of two layers"):
+        step(64, 2, 128)
+
+
 # ---- calls around a model ------------------------------------------------------------------------
 
 
