@@ -78,9 +78,12 @@ def step_in_backward(
     by itself give the same numbers in both forms, including random rounding, up to how XLA fuses
     products and sums. Norms of all leaves are added in another order.
 
-    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack. With
-    moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global norm,
-    or whether all gradients are finite, is only known when the backward pass is done, so
+    Methods take each layer by itself, in either form of the step: `lars`, `lamb` and `muon` need no
+    `layer_axes` for stacks. Where a state depends on it, as in `adafactor`, `soap`, `hyperball`,
+    `watch` and `rule="normuon"`, the factory has to be given it, since `init` knows no loss. A
+    learning rate may have an entry for each layer, in shape [layers, 1, 1] for a stack of matrices.
+    With moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global
+    norm, or whether all gradients are finite, is only known when the backward pass is done, so
     `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass then
     computes that number and updates nothing. It costs the time of one more backward pass, and
     little memory. `skip_spikes` needs no first pass, because the loss is known before; it is given
@@ -104,8 +107,10 @@ def step_in_backward(
       tx: any transformation. Without `elementwise=True`, arrays that another library computes are
         refused.
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
-        leaves of `params`, outside of `jax.jit` and other transformations of JAX. One call reads
-        each stack.
+        leaves of `params`, maybe cast as a whole; also in `jax.vmap`, `jax.jit` or
+        `jax.checkpoint`, of which the last changes nothing. One call reads each stack, and so may
+        what is not differentiated, such as a norm for a log. A penalty of weights is computed in
+        the block, with `has_ys=True`.
       first_pass: True computes numbers of all gradients before any layer is updated. One that
         depends on another, as a second clip's does, needs one more pass.
       has_aux: whether the loss returns `(value, aux)`.
@@ -118,7 +123,7 @@ def step_in_backward(
         for those of stacks. It returns a tree of that structure, with those shapes and dtypes.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
-        its weights are; the first axis of a stack is not sharded.
+        its weights are; the axis of layers is not sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what

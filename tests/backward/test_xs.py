@@ -395,25 +395,27 @@ def test_the_programs_of_other_platforms(x64, platform):
 @pytest.mark.slow(always=["True"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_in_shard_map(x64, check_vma):
-    """With a part of the batch on each device, and two models on each by `vmap`."""
+    """With a part of the batch on each device; without types, two models on each by `vmap`."""
     p, x, keys = of_all()
-    p = jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), p)
+    many = (lambda f: f) if check_vma else lambda f: jax.vmap(f, (0, *[None] * 2))
+    p = p if check_vma else jax.tree.map(lambda w: jnp.stack([w, 0.5 * w]), p)
 
     def loss(p, x, keys):
         return jax.lax.pmean(loss_of_all(p, x, keys), "d")
 
-    def run(step):
-        one = lambda p, x, keys: step(p, TX.init(p), x, keys)[::2]
-        specs = P(), P("d"), P()
-        mapped = jax.shard_map(
-            jax.vmap(one, (0, None, None)), mesh=mesh_of(d=4), in_specs=specs, out_specs=P(),
-            check_vma=check_vma,
-        )  # fmt: skip
-        return jax.jit(mapped)(p, x, keys)
+    def of(loss, **own):
+        step = jgrad.step_in_backward(TX, loss, **own) if own else models.ordinary(TX, loss)
+        return many(lambda p, x, keys: step(p, TX.init(p), x, keys)[::2])
 
-    own = {} if check_vma else {"gradients": lambda g: jax.lax.pmean(g, "d")}
-    found = run(jgrad.step_in_backward(TX, loss, **own))
-    expected = jax.vmap(lambda p: models.ordinary(TX, loss_of_all)(p, TX.init(p), x, keys)[::2])(p)
+    own = {"gradients": lambda g: g if check_vma else jax.lax.pmean(g, "d")}
+    mapped = jax.shard_map(
+        of(loss, **own),
+        mesh=mesh_of(d=4),
+        in_specs=(P(), P("d"), P()),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+    found, expected = jax.jit(mapped)(p, x, keys), of(loss_of_all)(p, x, keys)
     assert difference(found, expected) < 1e-11
 
 
