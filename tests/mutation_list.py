@@ -30,7 +30,9 @@ SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
-ELEMENTS, REPORTS = (f"tests/backward/test_{x}.py" for x in ("elements", "reports"))
+ELEMENTS, REPORTS, XS, PER_LAYER = (
+    f"tests/backward/test_{x}.py" for x in ("elements", "reports", "xs", "per_layer")
+)
 SCALES = "tests/everywhere/test_scales.py -k layers"
 ROWS = "tests/muon/test_rows.py"
 SOAP = "tests/soap/test_soap.py"
@@ -333,7 +335,7 @@ MUTATIONS = [
     Mutation("_as_returned", "specs of a state are shorter than those of types", "AxisType.Explicit not in _", "True", DEVICES + "/test_compiled_once.py -k types"),
     # ---- random bits of a shard
     Mutation("ArraySpec.element_keys", "devices round by one stream", "X + mixed(_)", "X", RANDOM_BITS + " -k nobody"),
-    Mutation("ArraySpec.element_keys", "a layer begins where one of the size of its shard would", "X.counts if X else ()", "()", RANDOM_BITS + " -k backward"),
+    Mutation("_keys_of_leaf", "a layer begins where one of the size of its shard would", "(*shape, *counts)", "shape", RANDOM_BITS + " -k backward"),
     Mutation("ArraySpec.element_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
     Mutation("read_mesh_axes", "random bits: names pass for PartitionSpecs", "names or X", "True or X", RANDOM_BITS + " -k too_little"),
     Mutation("Parameters.places", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
@@ -565,16 +567,31 @@ MUTATIONS = [
     Mutation("Share.number", "a number is that of one layer", "_ in self._known", "False", BACKWARD),
     Mutation("Share.number", "the numbers of layers are lost", "_ in self._others", "False", BACKWARD),
     Mutation("_check_promise", "other libraries see one layer", "not self._elementwise", "False", BACKWARD),
-    Mutation("check_layers_of_share", "norms of one layer stand for those of the stack", "0 not in axes", "False", BACKWARD),
+    Mutation("stacked_axes", "norms of one layer stand for those of the stack", "stack.axis not in _", "False", PER_LAYER),
+    Mutation("stacked_axes", "a method does not know the layers of a stack", "Axes((stack.axis,))", "Axes()", PER_LAYER),
+    Mutation("_of_layer", "rates are those of the first layer", "jax.lax.dynamic_slice_in_dim(X, share.layer, 1, A)", "jax.lax.dynamic_slice_in_dim(X, 0, 1, A)", PER_LAYER),
     Mutation("Cut.put", "a new layer takes another's place", "i * self.length", "i * self.length * 0", BACKWARD),
-    Mutation("_Recorder.call", "a block's own arrays are constants", "isinstance(x, jax.core.Tracer)", "False", BACKWARD),
-    Mutation("_check_stacks", "a stack is read twice", "x in read or k >= own", "False", BACKWARD),
+    Mutation("SavedCall.__init__", "what blocks read beside is constant", "[*(X for x in call.others), *A, *B, *C]", "[*(False for x in call.others), *A, *B, *C]", BACKWARD),
+    Mutation("_check_stacks", "two calls read a stack", "read.intersection(now)", "set()", BACKWARD + "/test_messages.py"),
+    Mutation("_check_stacks", "a stack is read beside its call", "now.count(x) > own.count(x)", "False", BACKWARD + "/test_messages.py"),
     Mutation("Share.shape", "masks see one layer", "jax.ShapeDtypeStruct(whole.shape, X)", "own", BACKWARD),
     Mutation("ShareUpdate.numbers_read", "a state of one layer", "any(X)", "False", BACKWARD),
-    Mutation("SavedCall.of", "weights are stored as activations", "{id(x): ('layer', i) for i, x in enumerate(layer)}", "{}", BACKWARD + " tests/accelerators"),
+    Mutation("SavedCall._forward", "weights are stored as activations", "isinstance(y, jax.core.Tracer) and id(y) not in known", "isinstance(y, jax.core.Tracer)", XS + " tests/accelerators"),
+    Mutation("SavedCall.__init__", "frozen arrays of layers are differentiated", "[*A, *B, *C, *(X for x in call.xs)]", "[*A, *B, *C, *map(_is_floating, call.xs)]", XS),
+    Mutation("SavedCall.pull", "gradients of `xs` are those of the first layer", "jax.lax.dynamic_update_index_in_dim(x, y, i, 0)", "jax.lax.dynamic_update_index_in_dim(x, y, 0, 0)", XS),
+    Mutation("SavedCall.pull", "`ys` have cotangents of the first layer", "[at(x) for x in ys if x is not None]", "[x[0] for x in ys if x is not None]", XS),
+    Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),
+    Mutation("_between_parameters_and_value", "what is read for a log is differentiated", "known & needed", "known", XS),
+    Mutation("_call", "a transposed stack has its layers along the first axis", "step.params.get('permutation', range(axis + 1))[axis]", "axis", XS),
+    Mutation("_keeps_layers", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
+    Mutation("_seen_through", "a call inside of `jit` is not seen", "eqn.primitive.name in _SEEN_THROUGH and _hides_call(eqn)", "False", XS),
+    Mutation("TracedLoss._lines", "a call inside of `grad` is taken for one of the loss", "is_call and 'jvp(' in scopes", "False", BACKWARD + "/test_messages.py"),
+    Mutation("_keys_of_leaf", "layers along another axis have other random bits than their stack", "not stack.axis", "True", XS),
+    Mutation("Whole.stack", "flattened blocks of layers along another axis are cut", "any(axes_of_leaves)", "False", XS),
+    Mutation("of_all_shares", "a layer lies along the first axis", "[k + 1 for k in axes]", "[1 for k in axes]", XS),
     Mutation("Forward.backward", "a gradient from two sides", "cotangents[x] + X", "X", BACKWARD),
     Mutation("_Step.measured", "numbers that need others", "read[key] <= known.keys()", "True", BACKWARD),
-    Mutation("_sums", "gradients of what all blocks read", "t + x", "x", BACKWARD),
+    Mutation("SavedCall.pull", "gradients of what all blocks read", "x if y is None else x + y", "x if y is None else y", BACKWARD),
     Mutation("_Step._placed", "gradients of layers lie anywhere", "place is None", "True", BACKWARD),
     Mutation("leaves_of_share", "layers are those of other leaves", "[leaves[i] for i in X]", "[leaves[i] for i in sorted(X)]", BACKWARD + "/test_layouts.py"),
     Mutation("_Step._of_user", "a mean of gradients is left out", "self._gradients is None", "True", BACKWARD + "/test_gradients.py -k mean_over"),

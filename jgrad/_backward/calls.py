@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
+from jgrad._backward.losses import ScanCall
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
@@ -161,18 +162,19 @@ def of_share(
     return leaves_of_share(structure, positions, new)
 
 
-def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[Sequence[int]]) -> PyTree:
+def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[ScanCall]) -> PyTree:
     """The same of all gradients: for each layer of each stack, then for all other leaves.
 
     Args:
       function: of a user.
       grads: of all parameters.
-      stacks: the positions of the leaves of each.
+      stacks: their calls.
     """
     leaves: list[Any] = jax.tree.leaves(grads)
     structure: Structure = jax.tree.structure(grads)
-    rest = sorted({*range(len(leaves))}.difference(*stacks))
-    for share in (*stacks, rest):
+    axis_of = {i: k for call in stacks for i, k in zip(call.positions, call.axes, strict=True)}
+    rest = [i for i in range(len(leaves)) if i not in axis_of]
+    for share in (*(call.positions for call in stacks), rest):
         # Integers have None, as in the backward pass.
         positions = [i for i in share if checks.is_inexact(leaves[i])]
         arrays = [leaves[i] for i in positions]
@@ -180,7 +182,11 @@ def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[Sequenc
         if share is rest or not arrays:
             new = of_arrays(arrays)
         else:
-            new = [x[:, 0] for x in jax.vmap(of_arrays)([x[:, None] for x in arrays])]
+            axes = [axis_of[i] for i in positions]
+            layers = [jnp.expand_dims(x, k) for x, k in zip(arrays, axes, strict=True)]
+            behind = [k + 1 for k in axes]  # a layer keeps its axis, of length 1
+            new = jax.vmap(of_arrays, (behind,), behind)(layers)
+            new = [jnp.squeeze(x, k) for x, k in zip(new, axes, strict=True)]
         for i, x in zip(positions, new, strict=True):
             leaves[i] = x
     return structure.unflatten(leaves)

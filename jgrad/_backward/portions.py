@@ -7,6 +7,7 @@ for the leaves of the stack alone, and for a stack of many times as many layers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,6 @@ class Cut(NamedTuple):
         return new
 
 
-FIRST = Cut(0, 1)
 SAME = Cut(-1, 0)  # of a number of a stack that all its layers have, such as its learning rate
 
 
@@ -71,6 +71,7 @@ class Portion(NamedTuple):
 
     Attributes:
       positions: of its leaves among those of the parameters.
+      axes: of each leaf that of its layers.
       layers: how many; None where it is all that no stack has.
       structure: of its state, when it is alone.
       cuts: for each array of that the position in the whole state, and where it is cut; None for
@@ -78,9 +79,15 @@ class Portion(NamedTuple):
     """
 
     positions: tuple[int, ...]
+    axes: tuple[int, ...]
     layers: int | None
     structure: Structure
     cuts: list[tuple[int, Cut | None]]
+
+    @property
+    def weight_cuts(self) -> list[Cut]:
+        """Where its leaves are cut."""
+        return [Cut(axis, 1) for axis in self.axes]
 
     @property
     def owned(self) -> list[bool]:
@@ -145,15 +152,18 @@ class Whole:
         self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
 
-    def stack(self, positions: Sequence[int], layers: int) -> Portion:
+    def stack(
+        self, positions: Sequence[int], axes_of_leaves: Sequence[int], layers: int
+    ) -> Portion:
         """That of a stack."""
-        some, structure = self._begun(positions, 0)
-        many, _ = self._begun(positions, 0, layers * _MANY)
+        begun = functools.partial(self._begun, positions, 0, axes_of_leaves)
+        some, structure = begun(layers)
+        many, _ = begun(layers * _MANY)
         cuts: list[tuple[int, Cut | None]] = []
         for path, x in some.items():
             i, others, count = self._position(path, x.shape), many, layers * _MANY
             if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
-                others, count = self._begun(positions, 0, 1)[0], 1
+                others, count = begun(1)[0], 1
             other = others[path].shape
             axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
             if not axes and count > 1:
@@ -161,17 +171,19 @@ class Whole:
                 continue
             axis = axes[0] if axes else 0
             grows = other[axis] * layers == x.shape[axis] * count
+            if getattr(path[-1], "name", "") == "scale" and len(other) == 1 and any(axes_of_leaves):
+                grows = False  # blocks of a flattened leaf, whose layers do not follow each other
             if len(axes) > 1 or not grows or x.shape[axis] % layers:
                 came = f"shape {x.shape} of {layers} layers"
                 raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {_BLOCKS}.")
             cuts.append((i, Cut(axis, x.shape[axis] // layers)))
-        return Portion(tuple(positions), layers, structure, cuts)
+        return Portion(tuple(positions), tuple(axes_of_leaves), layers, structure, cuts)
 
     def rest(self, stacks: Sequence[Portion]) -> Portion:
         """That of all leaves in no stack. It has all numbers that are of no layer, too."""
         taken = {i for stack in stacks for i in stack.positions}
         positions = [i for i in range(self.structure.num_leaves) if i not in taken]
-        some, structure = self._begun(positions, None)
+        some, structure = self._begun(positions, None, (), 0)
         cuts = [(self._position(path, x.shape), None) for path, x in some.items()]
         here = {i for i, _ in cuts}.union(i for stack in stacks for i, _ in stack.cuts)
         for i, path in enumerate(self._paths):
@@ -179,23 +191,27 @@ class Whole:
                 came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
                 expected = "expected one of all leaves at once to be left out"
                 raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
-        return Portion(tuple(positions), None, structure, [*cuts])
+        return Portion(tuple(positions), (), None, structure, [*cuts])
 
     def _begun(
-        self, positions: Sequence[int], layer: int | None, layers: int | None = None
+        self, positions: Sequence[int], layer: int | None, axes: Sequence[int], layers: int
     ) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
         """The arrays of a new state of some leaves, by path, and its structure.
 
         Args:
           positions: of the leaves.
           layer: which layer they are; None for what is in no stack.
-          layers: how many they are to have; as many as they have if None.
+          axes: of each leaf that of its layers; none for what is in no stack.
+          layers: how many they are to have.
         """
         shapes = list(self.shapes.values())
-        leaves = [
-            jax.ShapeDtypeStruct(x.shape if layers is None else (layers, *x.shape[1:]), x.dtype)
-            for x in (shapes[i] for i in positions)
-        ]
+        leaves = [shapes[i] for i in positions]
+        if axes:
+            pairs = zip(leaves, axes, strict=True)
+            leaves = [
+                jax.ShapeDtypeStruct((*x.shape[:k], layers, *x.shape[k + 1 :]), x.dtype)
+                for x, k in pairs
+            ]
         with telling(share=Share(layer, shapes=self.shapes, begins=True)):
             state = jax.eval_shape(self.tx.init, tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -206,12 +222,18 @@ class Whole:
         i, own = self._known.get(path, (-1, None))
         if own != shape:
             not_packed("state", self._state)
-            made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
+            with telling(stacks={}):
+                made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
             remedy = f"pass `{_INIT}`, or what a step made of it"
             checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
             came = "nothing" if own is None else f"shape {own}"
             where = checks.at(jax.tree_util.keystr(path))
             expected = f"shape {shape}, as `{_INIT}` has it"
+            of_whole = dict(jax.tree_util.tree_leaves_with_path(made))
+            if path not in of_whole or of_whole[path].shape != shape:  # by layers
+                expected = (
+                    f"shape {shape}: the method needs `layer_axes`, such as 0, for this stack"
+                )
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
 
@@ -256,7 +278,9 @@ class Model:
     def weights_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The leaves of a share, in one of its layers if it has some."""
         leaves = [self.leaves[i] for i in portion.positions]
-        return leaves if layer is None else [FIRST.out_of(x, layer) for x in leaves]
+        if layer is None:
+            return leaves
+        return [cut.out_of(x, layer) for cut, x in zip(portion.weight_cuts, leaves, strict=True)]
 
     def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The arrays of the state of a share, likewise."""
@@ -283,10 +307,10 @@ class Model:
 
 def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int) -> Owned:
     """The arrays of a stack, with those of layer `i`."""
-    weights = zip(owned.weights, layer.weights, strict=True)
+    weights = zip(portion.weight_cuts, owned.weights, layer.weights, strict=True)
     state = zip(portion.owned_cuts, owned.state, layer.state, strict=True)
     return Owned(
-        [FIRST.put(x, new, i) for x, new in weights],
+        [cut.put(x, new, i) for cut, x, new in weights],
         [x if cut is None else cut.put(x, new, i) for (_, cut), x, new in state],
     )
 

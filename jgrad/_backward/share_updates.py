@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from jgrad._arithmetic import elementwise
 from jgrad._backward.portions import (
-    FIRST,
     SAME,
     Cut,
     Owned,
@@ -247,9 +246,10 @@ class ShareUpdate:
 
         def stack(given: Start) -> Start:
             state = zip(given.state, self.portion.cuts, strict=True)
+            cuts: Sequence[Cut | None] = self.portion.weight_cuts or [None] * len(given.weights)
             return given._replace(
-                gradients=[many(x, FIRST) for x in given.gradients],
-                weights=[many(x, FIRST) for x in given.weights],
+                gradients=list(map(many, given.gradients, cuts)),
+                weights=list(map(many, given.weights, cuts)),
                 state=[many(x, cut) for x, (_, cut) in state],
             )
 

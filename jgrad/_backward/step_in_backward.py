@@ -1,5 +1,6 @@
 """A train step that updates each layer of a model as soon as its gradient is known."""
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgrad._arithmetic import numerics
 from jgrad._backward import calls
 from jgrad._backward.calls import OfGradients
-from jgrad._backward.losses import Cotangents, Forward, SavedCall, TracedLoss
+from jgrad._backward.losses import Flow, Forward, Pull, TracedLoss
 from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
@@ -22,7 +23,7 @@ from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings
 from jgrad._trees.shares import Key, Numbers
-from jgrad._trees.told import during
+from jgrad._trees.told import during, telling
 from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -77,9 +78,12 @@ def step_in_backward(
     by itself give the same numbers in both forms, including random rounding, up to how XLA fuses
     products and sums. Norms of all leaves are added in another order.
 
-    A method with norms, ratios or matrices of layers needs `layer_axes=0` for each stack. With
-    moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global norm,
-    or whether all gradients are finite, is only known when the backward pass is done, so
+    Methods take each layer by itself, in either form of the step: `lars`, `lamb` and `muon` need no
+    `layer_axes` for stacks. Where a state depends on it, as in `adafactor`, `soap`, `hyperball`,
+    `watch` and `rule="normuon"`, the factory has to be given it, since `init` knows no loss. A
+    learning rate may have an entry for each layer, in shape [layers, 1, 1] for a stack of matrices.
+    With moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global
+    norm, or whether all gradients are finite, is only known when the backward pass is done, so
     `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass then
     computes that number and updates nothing. It costs the time of one more backward pass, and
     little memory. `skip_spikes` needs no first pass, because the loss is known before; it is given
@@ -103,8 +107,10 @@ def step_in_backward(
       tx: any transformation. Without `elementwise=True`, arrays that another library computes are
         refused.
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
-        leaves of `params`, outside of `jax.jit` and other transformations of JAX. One call reads
-        each stack.
+        leaves of `params`, maybe cast as a whole; also in `jax.vmap`, `jax.jit` or
+        `jax.checkpoint`, of which the last changes nothing. One call reads each stack, and so may
+        what is not differentiated, such as a norm for a log. A penalty of weights is computed in
+        the block, with `has_ys=True`.
       first_pass: True computes numbers of all gradients before any layer is updated. One that
         depends on another, as a second clip's does, needs one more pass.
       has_aux: whether the loss returns `(value, aux)`.
@@ -117,7 +123,7 @@ def step_in_backward(
         for those of stacks. It returns a tree of that structure, with those shapes and dtypes.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
-        its weights are; the first axis of a stack is not sharded.
+        its weights are; the axis of layers is not sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
@@ -151,20 +157,21 @@ def step_in_backward(
     calls.check_function(gradients)
     read_mesh_axes(_NAME, mesh_axes, names=False)
 
-    def ordinary(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
+    def ordinary(
+        traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
+    ) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
-            with jax.disable_jit(False):
-                traced = TracedLoss(loss, params, args, has_aux=has_aux)
-            grads = calls.of_all_shares(gradients, grads, [x.positions for x in traced.calls])
+            grads = calls.of_all_shares(gradients, grads, traced.calls)
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
     # Without `jit` loops have no traces, by which arrays are told apart.
     @jax.disable_jit(False)
-    def in_backward(params: PyTree, state: PyTree, args: Args, extra: Extra) -> Results:
-        traced = TracedLoss(loss, params, args, has_aux=has_aux)
-        forward = traced.forward(jax.tree.leaves(params))
+    def in_backward(
+        traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
+    ) -> Results:
+        forward = Forward(traced, jax.tree.leaves(params))
         value = forward.result[0] if has_aux else forward.result
         places: list[Place | None] = []
         if mesh_axes is not None:
@@ -179,14 +186,17 @@ def step_in_backward(
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
         calls.check_is_given(gradients)
-        inputs = params, state, args, extra_args
-        if _is_forced.get():
-            return in_backward(*inputs)
-        # As functions that are new in each call: JAX keeps the traces of those that it has seen.
-        results: Results = jax.lax.platform_dependent(
-            cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
-        )
-        return results
+        with jax.disable_jit(False):
+            traced = TracedLoss(loss, params, args, has_aux=has_aux)
+        inputs = traced, params, state, args, extra_args
+        with telling(stacks=traced.stacks_by_path(params)):
+            if _is_forced.get():
+                return in_backward(*inputs)
+            # Functions that are new in each call: JAX keeps the traces of those that it has seen.
+            results: Results = jax.lax.platform_dependent(
+                cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
+            )
+            return results
 
     return step
 
@@ -196,8 +206,6 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
     return during(_is_forced, use)
 
 
-# Cotangents in front of the layers of a call, and of what else its block reads.
-_Before = tuple[Cotangents, Cotangents]
 # What is done with a layer: new arrays, or none, and what it has to say.
 _Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 
@@ -218,10 +226,11 @@ class _Step:
     ) -> None:
         self._model, self._places = model, places
         self._gradients, self._structure = gradients, whole.structure
-        stacks = [whole.stack(call.positions, call.count) for call in traced.calls]
+        stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
 
         def update(portion: Portion) -> ShareUpdate:
-            axes = [_spec(places[i], portion.layers) for i in portion.positions if places]
+            of_leaves = itertools.zip_longest(portion.positions, portion.axes)
+            axes = [_spec(places[i], k) for i, k in of_leaves if places]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
         rest = whole.rest(stacks)
@@ -271,19 +280,17 @@ class _Step:
         def parts(update: ShareUpdate, given: Start) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
-        def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
+        def visit(k: int, pull: Pull, flow: Flow) -> Flow:
             nonlocal said
             update = self._stacks[k]
-            _, more, before, others = self._through(
-                update,
-                saved,
-                after,
-                self._nothing(update, ready),
-                lambda given: (None, parts(update, given)),
-                None,
-            )
+            nothing = self._nothing(update, ready)
+
+            def turn(given: Start) -> tuple[None, Numbers]:
+                return None, parts(update, given)
+
+            _, more, flow = self._through(update, pull, flow, nothing, turn, None)
             said = _both(update, said, more)
-            return before, others
+            return flow
 
         given = self._of_rest(forward.backward(visit))
         return _both(self._rest, said, parts(self._rest, given))
@@ -293,7 +300,7 @@ class _Step:
         said: Numbers = {}
         model = self._model
 
-        def visit(k: int, saved: SavedCall, after: Cotangents) -> _Before:
+        def visit(k: int, pull: Pull, flow: Flow) -> Flow:
             nonlocal said, model
             update = self._stacks[k]
             nothing = self._nothing(update, update.combines.keys() - known.keys())
@@ -303,10 +310,10 @@ class _Step:
                 return update.owned(made), {k: x for k, x in made.parts.items() if k in nothing}
 
             owned = model.owned(update.portion)
-            owned, more, before, others = self._through(update, saved, after, nothing, turn, owned)
+            owned, more, flow = self._through(update, pull, flow, nothing, turn, owned)
             model = model.replaced(update.portion, owned)
             said = _both(update, said, more)
-            return before, others
+            return flow
 
         given = self._of_rest(forward.backward(visit))
         new = self._rest.owned(self._rest(given, known, said))
@@ -315,62 +322,56 @@ class _Step:
     def _through(
         self,
         update: ShareUpdate,
-        saved: SavedCall,
-        after: Cotangents,
+        pull: Pull,
+        flow: Flow,
         numbers: Numbers,
         turn: _Turn,
         owned: Owned | None,
-    ) -> tuple[Any, Numbers, Cotangents, Cotangents]:
+    ) -> tuple[Any, Numbers, Flow]:
         """Goes backwards over the layers of a stack.
 
         Args:
           update: of a layer.
-          saved: what the call of `scan_layers` saved.
-          after: cotangents behind the last layer.
+          pull: gives the gradients of a layer.
+          flow: cotangents behind the last layer.
           numbers: of no layer.
           turn: what is done with each.
           owned: the arrays of the stack that turns replace; None where they replace none.
 
         Returns:
-          These arrays, the numbers of all layers, and cotangents in front of the first layer and of
-          what else blocks read.
+          These arrays, the numbers of all layers, and cotangents in front of the first one.
         """
         portion = update.portion
         assert portion.layers is not None
         last = portion.layers - 1
 
         def body(i: jax.Array, carry: Any) -> Any:
-            owned, numbers, after, of_others = carry
+            owned, numbers, flow = carry
             model = self._model
             if owned is not None:
                 model = model.replaced(portion, owned, in_loop=True)
             layer = last - i
             # Else XLA reads the stacks twice.
             weights = shardings.barrier(model.weights_of(portion, layer))
-            of_layer, before, more = saved.pull(layer, [w[0] for w in weights], after)
-            gradients = [
-                self._placed(k, g)[None] if checks.is_inexact(g) else None
-                for k, g in zip(portion.positions, of_layer, strict=True)
-            ]
+            of_layer, flow = pull(layer, weights, flow)
+            of_leaves = zip(portion.positions, portion.axes, of_layer, strict=True)
+            gradients = [None if g is None else self._placed(i, k, g) for i, k, g in of_leaves]
             gradients = self._of_user(portion, gradients)
             given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
                 owned = with_layer(portion, owned, new, layer)
-            return owned, _both(update, numbers, parts), before, _sums(of_others, more)
+            return owned, _both(update, numbers, parts), flow
 
-        zeros = [numerics.zeros_like(x) if checks.is_inexact(x) else None for x in saved.others]
-        results: tuple[Any, Numbers, Cotangents, Cotangents] = _loop(
-            last + 1, body, (owned, numbers, after, zeros)
-        )
+        results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))
         return results
 
-    def _placed(self, i: int, gradient: jax.Array) -> jax.Array:
+    def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
         place = self._places[i] if self._places else None
         if place is None or place.is_shard:
             return gradient
-        sharding = NamedSharding(place.mesh, PartitionSpec(*place.spec[1:]))
+        sharding = NamedSharding(place.mesh, _spec(place, axis) or PartitionSpec())
         return jax.lax.with_sharding_constraint(gradient, sharding)
 
     def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:
@@ -402,11 +403,11 @@ def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
     return {**a, **b, **both}
 
 
-def _spec(place: Place | None, layers: int | None) -> PartitionSpec | None:
-    """How a leaf of a share is sharded: a layer keeps the first axis, which is of length 1."""
+def _spec(place: Place | None, axis: int | None) -> PartitionSpec | None:
+    """How a leaf of a share is sharded: a layer keeps its axis, which is of length 1."""
     if place is None:
         return None
-    return PartitionSpec(*place.spec if layers is None else (None, *place.spec[1:]))
+    return PartitionSpec(*(None if k == axis else names for k, names in enumerate(place.spec)))
 
 
 def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
@@ -423,7 +424,3 @@ def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         if is_same:
             break
     return jax.lax.fori_loop(0, count, body, carry)
-
-
-def _sums(totals: Sequence[Any], more: Sequence[Any]) -> list[Any]:
-    return [None if t is None else t + x for t, x in zip(totals, more, strict=True)]

@@ -25,7 +25,6 @@ from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import automatic_mesh, unknown_axes
-from jgrad._trees.told import told
 from jgrad._trees.trees import PyTree
 
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
@@ -101,13 +100,9 @@ def find(
             for use, x in zip(mask, reference.leaves, strict=True)
         ],
     )
-    stacked = inputs.option("layer_axes", read_layer_axes(function, layer_axes))
+    stacked = options.stacked_axes(inputs, layer_axes)
     outputs = inputs.option(_OUTPUTS, read_layer_axes(function, output_axes, _OUTPUTS))
     layers = layers_of(chosen, stacked, reference)
-    if told().share is not None:
-        of_matrices = zip(layers, chosen.leaves, strict=True)
-        axes_of_matrices = [x.stacked if use else None for x, use in of_matrices]
-        options.check_layers_of_share(inputs, stacked, axes_of_matrices)
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol
 
 import jax
@@ -19,14 +19,14 @@ from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.numbers import Scalar
-from jgrad._layers.layer_axes import LayerAxes, as_typed, read_layer_axes, read_mesh_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, path_rules, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.path_rules import PathRules
-from jgrad._trees.told import note, told
+from jgrad._trees.told import Stack, note, told
 from jgrad._trees.trees import PyTree
 
 
@@ -223,6 +223,7 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     option = numbers.number(inputs.function, name, _numbers_of(inputs, step, name, learning_rate))
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
+        arg = _of_layer(inputs, arg)
         checks.broadcastable(arg, inputs.updated_shapes())
     if inputs.notes is not None and jax.tree_util.all_leaves([option]):
         note(inputs.notes, name, jnp.mean(jnp.asarray(option)))
@@ -269,30 +270,47 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
     """Where the layers of each array are, and along which mesh axes they vary."""
     inputs.check_buffers()
     sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
-    stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
+    stacked = stacked_axes(inputs, layer_axes)
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    if told().share is not None:
-        check_layers_of_share(inputs, stacked, [x.stacked for x in axes])
     return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
 
 
-def check_layers_of_share(
-    inputs: Parameters, arg: ArgLeaves, stacked: Sequence[tuple[int, ...] | None]
-) -> None:
-    """Where one layer of a stack is updated, no norm or matrix is of more than that; None has none.
+def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
+    """Over which axes each leaf has its layers, those of `step_in_backward` if nobody says it.
 
-    Args:
-      inputs: of the update.
-      arg: the option `layer_axes`.
-      stacked: the axes over which the layers of each leaf are stacked.
+    They are updated one by one there, so that no norm or matrix is of more than one of them.
     """
-    if told().share.layer is None:
-        return
-    for i, axes in enumerate(stacked):
-        if inputs.is_updated[i] and axes is not None and 0 not in axes:
-            expected = "0 in it: `step_in_backward` updates the layers of this stack one by one"
-            arg.fail(i, ValueError, f"{axes or None}, expected {expected}")
+    arg = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
+    leaves = list(arg.leaves)
+    for i, x, stack in _stacks(inputs):
+        if not leaves[i].values:
+            leaves[i] = Axes((stack.axis,))
+        elif inputs.is_updated[i] and stack.axis not in {k % x.ndim for k in leaves[i].values}:
+            expected = "in it: `step_in_backward` updates the layers of this stack one by one"
+            arg.fail(i, ValueError, f"{leaves[i].values}, expected {stack.axis} {expected}")
+    return arg._replace(leaves=leaves)
+
+
+def _of_layer(inputs: Inputs, arg: ArgLeaves) -> ArgLeaves:
+    """Numbers for the elements of each leaf; where a layer is updated by itself, those of it."""
+    share, leaves = told().share, list(arg.leaves)
+    if share is None or share.layer is None:
+        return arg
+    for i, x, stack in _stacks(inputs):
+        axis = np.ndim(leaves[i]) - x.ndim + stack.axis
+        if axis >= 0 and np.shape(leaves[i])[axis] == stack.layers:
+            leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], share.layer, 1, axis)
+    return arg._replace(leaves=leaves)
+
+
+def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
+    """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
+    stacks = told().stacks
+    leaves = jax.tree_util.tree_leaves_with_path(inputs.shapes, trees.is_leaf) if stacks else []
+    for i, (path, x) in enumerate(leaves):
+        if x is not None and path in stacks:
+            yield i, x, stacks[path]
 
 
 def trust_layers(

@@ -26,7 +26,7 @@ from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import AdafactorState, MomentDType, transformation
 from jgrad._layers import matrix_axes, norms
-from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
+from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
@@ -183,7 +183,7 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     chosen = given.arguments
     output_axes, layer_axes = chosen["output_axes"], chosen["layer_axes"]
     leaves, structure = trees.flatten(inputs.shapes)
-    stacked = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes)).leaves
+    stacked = options.stacked_axes(inputs, layer_axes).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):

@@ -4,6 +4,7 @@ The folders above ask an `ArraySpec`; they do not ask whether an array is packed
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
 from jgrad._trees.shardings import varying_axes
-from jgrad._trees.told import told
+from jgrad._trees.told import Stack, told
 from jgrad._trees.trees import PyTree
 
 
@@ -36,12 +37,14 @@ class ArraySpec(NamedTuple):
       spans: their blocks; none for an array outside of every `Packed`.
       shape: of the whole buffer.
       shard: the rows that this device has; None for all of them.
+      stack: where `step_in_backward` has its layers, if it has some.
     """
 
     positions: tuple[int, ...]
     spans: tuple[Span, ...] = ()
     shape: tuple[int, ...] = ()
     shard: Shard | None = None
+    stack: Stack | None = None
 
     @property
     def is_buffer(self) -> bool:
@@ -112,12 +115,7 @@ class ArraySpec(NamedTuple):
         if apart := [name for name in varying_axes(*jax.tree.leaves(x)) if name not in known]:
             keys = keys + mixed(jax.lax.axis_index(tuple(apart)).astype(jnp.uint32))
         if self.is_unpacked:
-            part = place and Part(
-                tuple(map(place.shards, range(len(x.shape)))),
-                tuple(place.index_of(i) if i in place.cut else None for i in range(len(x.shape))),
-            )
-            size = math.prod((*x.shape, *(part.counts if part else ())))
-            return ElementKeys(shares.in_stack(keys[0], size), np.zeros((), np.uint32), part)
+            return self._keys_of_leaf(keys[0], x.shape, place)
         first: Any = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span)
@@ -129,6 +127,19 @@ class ArraySpec(NamedTuple):
             keys, first = map(self.shard.slice, (keys, first))
         return ElementKeys(keys, first)
 
+    def _keys_of_leaf(self, keys: Any, shape: tuple[int, ...], place: Place | None) -> ElementKeys:
+        axes = range(len(shape))
+        counts = [place.shards(i) if place else 1 for i in axes]
+        index = [place.index_of(i) if place and i in place.cut else None for i in axes]
+        share, stack = told().share, self.stack
+        if share is None or share.layer is None or stack is None or not stack.axis:
+            keys = shares.in_stack(keys, math.prod((*shape, *counts)))
+        elif shape[stack.axis : stack.axis + 1] == (1,):  # a part of its stack, along that axis
+            counts[stack.axis], index[stack.axis] = stack.layers, jnp.asarray(share.layer)
+        is_whole = all(i is None for i in index)
+        part = None if is_whole and place is None else Part(tuple(counts), tuple(index))
+        return ElementKeys(keys, np.zeros((), np.uint32), part)
+
     def _counts(self, place: Place) -> bool:
         """Whether the elements of a shard can be counted from its first one.
 
@@ -136,8 +147,8 @@ class ArraySpec(NamedTuple):
         by one are counted by themselves, so that nothing says where those of a device begin.
         """
         if self.is_unpacked:
-            share = told().share
-            return share is None or share.layer is None or 0 not in place.cut
+            share, axis = told().share, self.stack.axis if self.stack else 0
+            return share is None or share.layer is None or axis not in place.cut
         in_order = all(span.layers.stacked[:1] in ((), (0,)) for span in self.spans)
         return place.cut == [0] and in_order
 
@@ -209,13 +220,20 @@ def _first_elements(span: Span) -> np.ndarray:
     return (layers + np.arange(span.blocks_per_layer) * WIDTH).reshape(-1).astype(np.uint32)
 
 
+def _is_array(x: PyTree) -> bool:
+    return trees.is_leaf(x) or isinstance(x, Packed)
+
+
 def specs(tree: PyTree) -> list[ArraySpec]:
     """One for each leaf of a tree in which there may be `Packed` nodes."""
     arrays: list[ArraySpec] = []
     count = 0
-    for x in jax.tree.leaves(tree, is_leaf=lambda x: trees.is_leaf(x) or isinstance(x, Packed)):
+    stacks = told().stacks
+    leaves = jax.tree.leaves(tree, is_leaf=_is_array)
+    paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_array) if stacks else []
+    for x, (path, _) in itertools.zip_longest(leaves, paths, fillvalue=((), None)):
         if not isinstance(x, Packed):
-            arrays.append(ArraySpec((count,)))
+            arrays.append(ArraySpec((count,), stack=stacks.get(path)))
             count += 1
             continue
         layout = x.layout

@@ -9,9 +9,10 @@ library, of `jax.jit` or of `jax.vmap`, there is no decision, nothing is noted, 
 what follows: what is inside computes as if it were alone, and the wrapper does its part afterwards.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -42,6 +43,18 @@ def trace_state() -> Hashable:
     return object() if found is None else found()
 
 
+class Stack(NamedTuple):
+    """Where a leaf has layers that `step_in_backward` updates one by one.
+
+    Attributes:
+      axis: of the leaf.
+      layers: how many there are.
+    """
+
+    axis: int
+    layers: int
+
+
 class Told(NamedTuple):
     """What the wrappers around say.
 
@@ -57,6 +70,7 @@ class Told(NamedTuple):
       then: a `Then`, what a wrapper does with the updates, if it says so.
       undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
       share: the `Share` whose update is traced, in `step_in_backward`.
+      stacks: by path, those of the model, in either form of that step.
     """
 
     commit: Any = None
@@ -68,6 +82,7 @@ class Told(NamedTuple):
     then: Any = None
     undecayed: frozenset[str] = frozenset()
     share: Any = None
+    stacks: Mapping[Any, Stack] = MappingProxyType({})
 
     @property
     def commits(self) -> list[Any]:

@@ -185,7 +185,7 @@ def test_a_gradient_lies_as_its_weights_do():
         step = jgrad.step_in_backward(tx, models.loss, mesh_axes=specs)
         text = jax.jit(step).lower(params, tx.init(params), X).as_text()
     constraints = [line for line in text.splitlines() if "sharding_constraint" in line]
-    of_layers = [line for line in constraints if '[{"d"}, {}]' in line]
+    of_layers = [line for line in constraints if '[{}, {"d"}, {}]' in line]
     assert len(of_layers) == 2
 
 
