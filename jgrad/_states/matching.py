@@ -278,10 +278,11 @@ class Matcher:
         for new in news if steps else ():
             moment = self._brought.get(new.owner)
             owner, clock = getattr(moment, "owner", None), (moment or new).clock
-            like = (owner, clock, new.seen, new.kind, True)
-            of_steps = ((x.owner, x.clock, x.seen, x.kind, x.position in free) for x in steps)
+            like = (owner, clock, new.seen, new.kind)
+            of_steps = ((x.owner, x.clock, x.seen, x.kind) for x in steps)
             alike = [[*map(operator.eq, of_step, like)] for of_step in of_steps]
-            step = steps[alike.index(max(alike))]
+            best = [x for x, how in zip(steps, alike, strict=True) if how == max(alike)]
+            step = next((x for x in best if x.position in free), best[-1])
             if step.kind == new.kind:
                 free.discard(step.position)
             self._assigned[new.position] = step
