@@ -88,12 +88,14 @@ def test_m02_a_leaf_without_a_matrix(layer_axes):
 def test_m04_gradients_of_every_size(dtype, scales, rule, standard_promotion):
     """The same orthogonal update. optax has 0 at 1e18, a fraction at 1e-12, and NaN in float16."""
     g, w = RNG.normal(size=(16, 24)), jnp.zeros((16, 24), dtype)
-    tx = muon(rule=rule, nesterov=False)
-    update = jax.jit(lambda g: tx.update(g, tx.init(w), w)[0])
+    tx = muon(rule=rule, nesterov=rule == "muon")
+    update = jax.jit(lambda g: tx.update(g, tx.init(w), w))
     for scale in scales:
         x = jnp.asarray(scale * g, dtype)
         exact = reference.newton_schulz(np.asarray(x, np.float64).T).T * (24 / 16) ** 0.5
-        found = -np.asarray(update(x), np.float64)
+        updates, state = update(x)
+        np.testing.assert_allclose(state.mw, 0.05 * np.asarray(x, np.float64), rtol=1e-3)
+        found = -np.asarray(updates, np.float64)
         if rule == "muon":
             error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
             assert error < (1e-5 if dtype == "float32" else 1e-3), scale
