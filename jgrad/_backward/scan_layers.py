@@ -87,13 +87,11 @@ def scan_layers(
     Example:
       >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
       >>> def block(layer, x, key):
-      ...     keep = jax.random.bernoulli(key, 0.9, x.shape)
-      ...     return x + jnp.where(keep, x @ layer["w"], 0), jnp.mean(x**2)
-      >>> def loss(params, x, key):
-      ...     keys = jax.random.split(key, 8)
+      ...     return x + jax.random.uniform(key) * (x @ layer["w"]), jnp.mean(x**2)
+      >>> def loss(params, x, keys):
       ...     x, squares = jgrad.scan_layers(block, params["layers"], x, xs=keys, has_ys=True)
       ...     return jnp.mean((x @ params["head"]) ** 2) + 1e-3 * jnp.sum(squares)
-      >>> loss(params, jnp.ones((3, 4)), jax.random.key(0)).shape
+      >>> loss(params, jnp.ones((3, 4)), jax.random.split(jax.random.key(0), 8)).shape
       ()
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4, for the
