@@ -121,7 +121,8 @@ def scan_layers(
         if not has_ys:
             return result, None
         if not (isinstance(result, tuple) and len(result) == 2):
-            came, expected = type(result).__name__, "`(carry, y)`, as `has_ys=True` says"
+            came = "an array" if checks.is_array(result) else type(result).__name__
+            expected = "`(carry, y)`, as `has_ys=True` says"
             raise TypeError(f"{_NAME}: `block` returns {came}, expected {expected}.")
         return result
 
@@ -147,16 +148,14 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
             continue
         if not checks.is_array(x):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array")
-        axis = f"axis {k}" if k else "first axis"
         if not -x.ndim <= k < x.ndim:
-            article = "an" if k else "a"
-            problem = f"shape {x.shape}, expected {article} {axis}, that of the layers"
-            arg.fail(i, ValueError, problem)
+            what = f"an axis {k}" if k else "a first axis"
+            arg.fail(i, ValueError, f"shape {x.shape}, expected {what}, that of the layers")
         length = x.shape[k]
         if count is None:
             count, first = length, checks.at(arg.paths()[i])
             expected = f"{length}, as those of the first leaf{first}"
         if length != count:
-            along = axis if k else f"the {axis}"
+            along = f"axis {k}" if k else "the first axis"
             arg.fail(i, ValueError, f"{length} layers along {along}, expected {expected}")
     return count

@@ -93,3 +93,35 @@ def test_messages():
         "`jax.checkpoint_policies`.",
         call(LAYERS, remat="all"),
     )
+    two = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
+    assert_error(
+        TypeError,
+        "scan_layers: `axis` at ['b']: '0' of type str, expected an int.",
+        call(two, axis={"a": 0, "b": "0"}),
+    )
+    assert_error(
+        ValueError,
+        "scan_layers: `layers` at ['b']: shape (3, 2), expected an axis 2, that of the layers.",
+        call(two, axis={"a": 0, "b": 2}),
+    )
+    assert_error(
+        ValueError,
+        "scan_layers: `layers` at ['b']: 2 layers along axis -1, expected 3, as those of the first "
+        "leaf at ['a'].",
+        call(two, axis={"a": 0, "b": -1}),
+    )
+    assert_error(
+        ValueError,
+        "scan_layers: `xs` at [1]: 2 layers along the first axis, expected 3, as there are layers.",
+        call(LAYERS, xs=(jnp.ones(3), jnp.ones(2))),
+    )
+    assert_error(
+        TypeError,
+        "scan_layers: `has_ys`: 1 of type int, expected True or False.",
+        call(LAYERS, has_ys=1),
+    )
+    assert_error(
+        TypeError,
+        "scan_layers: `block` returns an array, expected `(carry, y)`, as `has_ys=True` says.",
+        call(LAYERS, has_ys=True),
+    )
