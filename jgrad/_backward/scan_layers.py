@@ -87,13 +87,11 @@ def scan_layers(
     Example:
       >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
       >>> def block(layer, x, key):
-      ...     keep = jax.random.bernoulli(key, 0.9, x.shape)
-      ...     return x + jnp.where(keep, x @ layer["w"], 0), jnp.mean(x**2)
-      >>> def loss(params, x, key):
-      ...     keys = jax.random.split(key, 8)
+      ...     return x + jax.random.uniform(key) * (x @ layer["w"]), jnp.mean(x**2)
+      >>> def loss(params, x, keys):
       ...     x, squares = jgrad.scan_layers(block, params["layers"], x, xs=keys, has_ys=True)
       ...     return jnp.mean((x @ params["head"]) ** 2) + 1e-3 * jnp.sum(squares)
-      >>> loss(params, jnp.ones((3, 4)), jax.random.key(0)).shape
+      >>> loss(params, jnp.ones((3, 4)), jax.random.split(jax.random.key(0), 8)).shape
       ()
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4, for the
@@ -123,7 +121,8 @@ def scan_layers(
         if not has_ys:
             return result, None
         if not (isinstance(result, tuple) and len(result) == 2):
-            came, expected = type(result).__name__, "`(carry, y)`, as `has_ys=True` says"
+            came = "an array" if checks.is_array(result) else type(result).__name__
+            expected = "`(carry, y)`, as `has_ys=True` says"
             raise TypeError(f"{_NAME}: `block` returns {came}, expected {expected}.")
         return result
 
@@ -149,16 +148,14 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
             continue
         if not checks.is_array(x):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array")
-        axis = f"axis {k}" if k else "first axis"
         if not -x.ndim <= k < x.ndim:
-            article = "an" if k else "a"
-            problem = f"shape {x.shape}, expected {article} {axis}, that of the layers"
-            arg.fail(i, ValueError, problem)
+            what = f"an axis {k}" if k else "a first axis"
+            arg.fail(i, ValueError, f"shape {x.shape}, expected {what}, that of the layers")
         length = x.shape[k]
         if count is None:
             count, first = length, checks.at(arg.paths()[i])
             expected = f"{length}, as those of the first leaf{first}"
         if length != count:
-            along = axis if k else f"the {axis}"
+            along = f"axis {k}" if k else "the first axis"
             arg.fail(i, ValueError, f"{length} layers along {along}, expected {expected}")
     return count

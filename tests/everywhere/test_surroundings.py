@@ -406,8 +406,8 @@ def neighbours_of(subject, where):
 
 
 @pytest.mark.slow(always=["gradient_descent-tree-x64", "adam-8bit-packed-other promotion",
-    "adam-8bit-packed-donated", "adam-8bit-tree-injected",
-    "momentum-tree-auto"])  # fmt: skip
+    "adam-8bit-packed-donated", "adam-8bit-tree-injected", "momentum-tree-auto",
+    "lamb-packed-cuda", "muon-tree-tpu", "pack_small-tree-cuda"])  # fmt: skip
 @pytest.mark.parametrize(("subject", "form", "where"), list(choices()))
 def test_e19_e42_as_alone(subject, form, where):
     """The dtypes, the numbers to a few roundings of weights and steps.
