@@ -289,6 +289,21 @@ def the_oldest_versions_are_of_a_year_ago():
     assert '"optax>=0.2.6"' in project
 
 
+@row("without `layer_axes` in `step_in_backward`")
+def stacks_are_known():
+    params = {"layers": {"w": jnp.arange(24.0).reshape(3, 2, 4)}, "head": jnp.ones(4)}
+
+    def loss(params, x):
+        x = jgrad.scan_layers(lambda w, x: x + jnp.tanh(x @ w["w"]) @ w["w"].T, params["layers"], x)
+        return jnp.mean(jnp.square(x))
+
+    axes = {"layers": 0, "head": None}
+    results = []
+    for tx in jgrad.lamb(0.1), jgrad.lamb(0.1, layer_axes=axes):
+        results.append(jgrad.step_in_backward(tx, loss)(params, tx.init(params), jnp.ones((5, 2))))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 @row("states of 0.2 to 0.6")
 def states_of_0_x_are_read_no_more():
     """They had empty arrays where nothing is kept."""
