@@ -136,18 +136,15 @@ class TracedLoss:
         return {x for call in self.calls for x in call.stacks}
 
     def _lines(self) -> list[_Line]:
+        if any(map(_is_elsewhere, self.jaxpr.eqns)):
+            where = "`grad`, `shard_map`, a branch, a loop or a custom derivative"
+            remedy = "expected it outside of these; loop and differentiate inside of its block"
+            raise ValueError(f"scan_layers: called inside {where}, {remedy}.")
         made_by: dict[Any, Any] = {}
         lines = []
         for eqn in self.jaxpr.eqns:
-            scopes = str(eqn.source_info.name_stack)
-            is_call = leaves_of_call(eqn) is not None
-            if _hides_call(eqn) or (is_call and "jvp(" in scopes):
-                where = "`grad`, `shard_map`, a branch, a loop or a custom derivative"
-                remedy = "expected it outside of these; loop and differentiate inside of its block"
-                raise ValueError(f"scan_layers: called inside {where}, {remedy}.")
-            call = self._call(eqn, made_by) if is_call else None
-            reads = call.operands if call else eqn.invars
-            reads = [x for x in reads if _is_variable(x)]
+            call = None if leaves_of_call(eqn) is None else self._call(eqn, made_by)
+            reads = [x for x in (call.operands if call else eqn.invars) if _is_variable(x)]
             lines.append(_Line(reads, eqn.outvars, eqn, call))
             made_by |= dict.fromkeys(eqn.outvars, eqn)
         return lines
@@ -254,6 +251,12 @@ class TracedLoss:
                 read.update(line.reads)
                 alive.append(line)
         return alive[::-1]
+
+
+def _is_elsewhere(equation: Any) -> bool:
+    """Whether a call is inside of an operation that is none, or a part of a derivative."""
+    scopes, is_call = str(equation.source_info.name_stack), leaves_of_call(equation) is not None
+    return _hides_call(equation) or (is_call and ("jvp(" in scopes or equation.params["reverse"]))
 
 
 def _hides_call(equation: Any) -> bool:

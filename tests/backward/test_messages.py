@@ -115,6 +115,7 @@ LOSSES = {
      ValueError, changed("computed from `params` at ['layers']['down']", INSIDE)),
     "grad": (differentiated, ValueError, HERE),
     "jit of grad": (lambda p, x: jax.jit(differentiated)(p, x), ValueError, HERE),
+    "grad of jit": (lambda p, x: jax.grad(lambda x: jax.jit(scan)(p, x))(0.0), ValueError, HERE),
     "a loop": (lambda p, x: jnp.sum(jax.lax.map(lambda x: scan(p, x), jnp.zeros(3))), ValueError, HERE),
     "a branch": (lambda p, x: jax.lax.cond(x[0, 0] > 0, scan, lambda p: 0.0, p), ValueError, HERE),
     "a call inside a block": (lambda p, x: scan(p, block=lambda layer, x: scan(p, x)), ValueError, twice("down")),

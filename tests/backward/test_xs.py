@@ -98,7 +98,7 @@ def auxiliary(p, x, keys):
         }
 
     x, ys = SCAN(turn, p["a"], x @ p["first"], xs=(jnp.arange(LAYERS), keys), has_ys=True)
-    return of_value(p, x) + 0.1 * jnp.sum(ys["loss"]), ys
+    return of_value(p, x) + jnp.sum(ys["loss"] * jnp.arange(1.0, LAYERS + 1)), ys
 
 
 def adapted(base_of, remat=True):
