@@ -192,7 +192,7 @@ OF_AXES = {
 }
 
 
-@pytest.mark.slow(always=["adam"])
+@pytest.mark.slow(always=["adam", "gradients"])
 @pytest.mark.parametrize("name", OF_AXES)
 def test_layers_along_another_axis(x64, name):
     make, options = OF_AXES[name]
