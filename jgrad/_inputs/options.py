@@ -282,6 +282,8 @@ def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
     They are updated one by one there, so that no norm or matrix is of more than one of them.
     """
     arg = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
+    if not told().stacks:
+        return arg
     leaves = list(arg.leaves)
     for i, x, stack in _stacks(inputs):
         if not leaves[i].values:
@@ -307,7 +309,7 @@ def _of_layer(inputs: Inputs, arg: ArgLeaves) -> ArgLeaves:
 def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
     """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
     stacks = told().stacks
-    leaves = jax.tree_util.tree_leaves_with_path(inputs.shapes, trees.is_leaf) if stacks else []
+    leaves = jax.tree_util.tree_leaves_with_path(inputs.shapes, trees.is_leaf)
     for i, (path, x) in enumerate(leaves):
         if x is not None and path in stacks:
             yield i, x, stacks[path]

@@ -178,12 +178,12 @@ def _iterated(
     """The steps, of one matrix or of a stack; sums of products are in the dtype of `x`."""
 
     def step(x: jax.Array, factors: jax.Array) -> tuple[jax.Array, None]:
-        a, b, c = (factors[i].astype(x.dtype) for i in range(3))
+        a, b, c = factors[0], factors[1], factors[2]
         square = product(x, x, adjoint=True)
         return a * x + product(b * square + c * product(square, square), x), None
 
     product = functools.partial(_product, dtype=compute_dtype)
-    triples = jnp.asarray(np.array(coefficients.triples), numerics.real_dtype(x))
+    triples = jnp.asarray(np.array(coefficients.triples), x.dtype)
     return jax.lax.scan(step, x, triples)[0]
 
 
