@@ -151,5 +151,5 @@ def inner_equations(equations: Sequence[Any]) -> Iterator[Any]:
 def programs(equation: Any) -> list[Any]:
     """Those in an operation."""
     found = jax.tree.leaves(list(equation.params.values()))
-    inner = [x.jaxpr if isinstance(x, core.ClosedJaxpr) else x for x in found]
-    return [x for x in inner if isinstance(x, core.Jaxpr)]
+    inner = [getattr(x, "jaxpr", x) for x in found]  # of a closed program, the program
+    return [x for x in inner if hasattr(x, "eqns")]

@@ -11,7 +11,7 @@ import jax
 
 # Where each name is, in one of these modules: checked in JAX 0.8 to 0.12.
 _HOMES = {
-    **dict.fromkeys(("ClosedJaxpr", "Jaxpr", "Literal", "Primitive"), ("jax.extend.core",)),
+    **dict.fromkeys(("Literal", "Primitive"), ("jax.extend.core",)),
     "get_opaque_trace_state": ("jax.extend.core", "jax.core"),  # the latter up to JAX 0.8
     "eval_jaxpr": ("jax.core",),
     **dict.fromkeys(("dce_jaxpr", "dce_rules"), ("jax.interpreters.partial_eval",)),

@@ -325,6 +325,7 @@ FLAGS = {
     "muon: `nesterov`": lambda x: jgrad.muon(0.1, matrices=True, adam_learning_rate=1.0, nesterov=x),
     **{f"step_in_backward: `{name}`": lambda x, name=name: jgrad.step_in_backward(jgrad.adam(0.1), jnp.sum,
      **{name: x}) for name in ("first_pass", "has_aux", "elementwise")},
+    "scan_layers: `has_ys`": lambda x: jgrad.scan_layers(jnp.add, X, X, has_ys=x),
     "optimizer_of_leaf: `stays_finite`": lambda x: jgrad.optimizer_of_leaf(lambda g: g, stays_finite=x),
     "carry_over: `strict`": lambda x: jgrad.carry_over(X, like=X, strict=x),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
