@@ -29,9 +29,9 @@ _NAME, _INIT = "step_in_backward", "tx.init(params)"
 _MANY = 256
 
 _BLOCKS = (
-    "expected the same for each layer, and no 8-bit block with elements of two layers: make each "
-    "layer a multiple of 256 elements, or use `layer_axes=0` where the method has it, or "
-    "`full_precision` for this leaf"
+    "expected the same for each layer, and no 8-bit block with elements of two layers: make {} a "
+    "multiple of 256 elements, or use `layer_axes={}` where the method has it, or `full_precision` "
+    "for this leaf"
 )
 
 
@@ -175,7 +175,10 @@ class Whole:
                 grows = False  # blocks of a flattened leaf, whose layers do not follow each other
             if len(axes) > 1 or not grows or x.shape[axis] % layers:
                 came = f"shape {x.shape} of {layers} layers"
-                raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {_BLOCKS}.")
+                k = max(axes_of_leaves)
+                expected = _BLOCKS.format("the last axis" if k else "each layer", k)
+                where = checks.at(self._paths[i])
+                raise ValueError(f"{_NAME}: `state`{where}: {came}, {expected}.")
             cuts.append((i, Cut(axis, x.shape[axis] // layers)))
         return Portion(tuple(positions), tuple(axes_of_leaves), layers, structure, cuts)
 

@@ -79,15 +79,16 @@ def step_in_backward(
     products and sums. Norms of all leaves are added in another order.
 
     Methods take each layer by itself, in either form of the step: `lars`, `lamb` and `muon` need no
-    `layer_axes` for stacks. Where a state depends on it, as in `adafactor`, `soap`, `hyperball`,
-    `watch` and `rule="normuon"`, the factory has to be given it, since `init` knows no loss. A
-    learning rate may have an entry for each layer, in shape [layers, 1, 1] for a stack of matrices.
-    With moments in 8 bits, a layer needs a multiple of 256 elements, or `layer_axes=0`. The global
-    norm, or whether all gradients are finite, is only known when the backward pass is done, so
-    `clip_by_global_norm` and `skip_nonfinite` need `first_pass=True`: a first backward pass then
-    computes that number and updates nothing. It costs the time of one more backward pass, and
-    little memory. `skip_spikes` needs no first pass, because the loss is known before; it is given
-    to `tx` as `loss=`. Nor does `clip_by_global_norm(..., of="previous")`.
+    `layer_axes` for stacks, as they do in the two lines above to give these numbers. Where a state
+    depends on it, as in `adafactor`, `soap`, `hyperball`, `watch` and `rule="normuon"`, the factory
+    has to be given it, since `init` knows no loss. A learning rate may have an entry for each
+    layer, in shape [layers, 1, 1] for a stack of matrices. With moments in 8 bits, a layer needs a
+    multiple of 256 elements, or `layer_axes=0`. The global norm, or whether all gradients are
+    finite, is only known when the backward pass is done, so `clip_by_global_norm` and
+    `skip_nonfinite` need `first_pass=True`: a first backward pass then computes that number and
+    updates nothing. It costs the time of one more backward pass, and little memory. `skip_spikes`
+    needs no first pass, because the loss is known before; it is given to `tx` as `loss=`. Nor does
+    `clip_by_global_norm(..., of="previous")`.
 
     What needs the gradients of all layers at once is refused: `accumulate`, `zero`, `pack_small`,
     `offload`, and packed trees. Options of this library that are functions are called with the

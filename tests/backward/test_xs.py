@@ -238,7 +238,7 @@ def test_blocks_of_layers_along_another_axis():
         return jax.eval_shape(jgrad.step_in_backward(tx, loss), p, tx.init(p), x)
 
     assert step(8, 2, 256)[1].mw["a"]["w"].scale.shape == (8, 2, 1)
-    with pytest.raises(ValueError, match="no 8-bit block with elements of two layers"):
+    with pytest.raises(ValueError, match=r"make the last axis a multiple of 256 .* `layer_axes=1`"):
         step(64, 2, 128)
 
 
