@@ -36,7 +36,7 @@ Cotangents = list[jax.Array | None]  # None of what is not differentiated
 Environment = dict[Any, Any]
 
 # Operations through which a call is seen: what they do beside it is done without them.
-_SEEN_THROUGH = {"checkpoint", "closed_call", "jit", "pjit", "remat", "remat2"}
+_SEEN_THROUGH = {"checkpoint", "jit", "pjit", "remat", "remat2"}
 
 
 # ---- the trace ---------------------------------------------------------------------------------
