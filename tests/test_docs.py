@@ -240,7 +240,7 @@ def test_a_decoder_in_the_backward_pass():
     recipe = "bf16: stochastic(AdamW, 8 bits)"
     names = [["8 B", "16: v5e:4x4", x] for x in (f"{recipe}, in backward", recipe)]
     expected = [row[5] for name in names for row in table if row[:3] == name]
-    found = re.findall(r"\d+\.\d+", section("docs/four_bytes.md", "When it does not pay"))
+    found = re.findall(r"\d+\.\d+", section("docs/four_bytes.md", "When it doesn't help"))
     assert found == expected
 
 
