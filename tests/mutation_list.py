@@ -385,7 +385,7 @@ MUTATIONS = [
     Mutation("state_leaves._fields", "labels may be fields", "name == _LABELED", "False", "tests/states/test_owners.py"),
     Mutation("state_leaves._variables", "each value is a variable's", "_[_] == 1", "True", "tests/states/test_variables.py"),
     Mutation("Matcher._check_something_fits", "a state of which no moment is kept", "all(moments)", "False", "tests/states/test_carry_over.py"),
-    Mutation("path_rules.common_end", "places mean nothing", "len(_)", "0", "tests/states/test_same_recipe.py"),
+    Mutation("path_rules.common_end", "places mean nothing", "len(_)", "0", "tests/packed/test_packing.py"),
     Mutation("state_leaves._fields", "a variable is a container", "X and trees.children(child) is None", "False", "tests/states/test_variables.py"),
     Mutation("state_leaves._there", "a last key of a subtree is dropped", "X == [variable]", "X", "tests/states/test_variables.py"),
     Mutation("_without_shared_arrays", "two leaves are one array", "id(x) in seen", "False", "tests/states/test_carry_over.py"),

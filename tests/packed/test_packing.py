@@ -7,6 +7,7 @@ import pytest
 from hypothesis import strategies as st
 
 import jgrad
+from jgrad._packed import restored
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 
@@ -216,3 +217,15 @@ def test_unpack_of_mapped_buffers():
         "for shapes alone call `jax.eval_shape(unpack, tree)`."
     )
     assert_error(ValueError, message, lambda: jgrad.unpack(many))
+
+
+def test_the_layout_of_a_file_is_the_one_at_its_place():
+    """Where buffers of two trees have one shape, keys say whose it is."""
+    like = {
+        "a": jgrad.pack({"x": jnp.ones(3), "y": jnp.ones(300)}),
+        "b": jgrad.pack({"x": jnp.ones(300), "y": jnp.ones(3)}),
+    }
+    assert like["a"].buffers["float32"].shape == like["b"].buffers["float32"].shape
+    for name, packed in like.items():
+        path = (jax.tree_util.DictKey(name),)
+        assert restored._layout(packed.buffers, path, [like]) is packed.layout
