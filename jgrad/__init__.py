@@ -110,7 +110,7 @@ from jgrad._backward.scan_layers import scan_layers
 from jgrad._backward.step_in_backward import step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
-from jgrad._inputs.options import by_path
+from jgrad._inputs.by_path import by_path
 from jgrad._inputs.transformation import AdafactorState, OptState
 from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs import matrix_options
-from jgrad._inputs.options import check_parameters
+from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import packing
