@@ -21,7 +21,8 @@ from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import KEYWORDS
-from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.protocols import PyTree
+from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
 
 _NAME = "step_in_backward"

@@ -21,9 +21,9 @@ from jgrad._backward.portions import Cut
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, trees
 from jgrad._trees.forms import in_short
-from jgrad._trees.protocols import KeyPath
+from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import Stack
-from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
 
 _NAME = "step_in_backward"

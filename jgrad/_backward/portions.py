@@ -17,10 +17,10 @@ import optax
 
 from jgrad._packed import packing
 from jgrad._trees import checks, shares
-from jgrad._trees.protocols import KeyPath
+from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
-from jgrad._trees.trees import PyTree, Structure
+from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
 

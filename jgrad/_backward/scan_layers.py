@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 _NAME = "scan_layers"
 

@@ -24,9 +24,9 @@ from jgrad._backward.portions import (
     tree_of_share,
 )
 from jgrad._trees import checks, shares
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Combine, Key, Numbers, Share
 from jgrad._trees.told import telling
-from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
 

@@ -22,9 +22,9 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients
 

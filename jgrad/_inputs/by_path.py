@@ -12,7 +12,7 @@ from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.path_rules import PathRules
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 _NAME = "by_path"
 

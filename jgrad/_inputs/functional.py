@@ -42,7 +42,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 
 class Role(enum.Enum):

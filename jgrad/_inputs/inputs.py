@@ -27,9 +27,9 @@ from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.told import NOTHING, Told
-from jgrad._trees.trees import PyTree
 
 
 class Finished(NamedTuple):

@@ -24,8 +24,8 @@ from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import automatic_mesh, unknown_axes
-from jgrad._trees.trees import PyTree
 
 # Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
 LAST = (-1,)

@@ -21,8 +21,8 @@ from jgrad._quantized.random_bits import ElementKeys, step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import replicated, varying_axes
-from jgrad._trees.trees import PyTree
 
 _SEED = 0
 _PURPOSE = 1  # moments; weights are rounded with other bits

@@ -19,7 +19,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import meant_keyword, refuse_keyword, refuse_option
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 # One real number, or an array of one element, traced or not.
 Scalar = jax.Array | np.ndarray | float

@@ -24,8 +24,8 @@ from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import Stack, note, told
-from jgrad._trees.trees import PyTree
 
 
 class Dataclass(Protocol):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._kernels.moment import LeafMoment, written
 from jgrad._trees.forms import SIZE, Blocks
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")

@@ -28,8 +28,8 @@ from jgrad._quantized.codec import codec_of
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import geometry
 from jgrad._trees.forms import Blocks
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import barrier
-from jgrad._trees.trees import PyTree
 
 T = TypeVar("T")
 

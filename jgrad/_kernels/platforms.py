@@ -19,9 +19,9 @@ from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
 from jgrad._trees.forms import Blocks
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import barrier
 from jgrad._trees.told import during
-from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")

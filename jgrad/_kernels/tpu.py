@@ -25,8 +25,8 @@ from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import Part
 from jgrad._trees.forms import SIZE
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import varying_as
-from jgrad._trees.trees import PyTree
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")

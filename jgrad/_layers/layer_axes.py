@@ -21,8 +21,8 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import invariant_axes, replicated, unknown_axes
-from jgrad._trees.trees import PyTree
 
 
 @dataclasses.dataclass(frozen=True)

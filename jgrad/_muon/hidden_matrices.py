@@ -15,7 +15,7 @@ from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 _NAME = "hidden_matrices"
 

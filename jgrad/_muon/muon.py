@@ -36,7 +36,7 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 MuonRule = Literal["muon", "normuon"]
 ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs

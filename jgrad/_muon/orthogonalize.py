@@ -32,8 +32,8 @@ from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
-from jgrad._trees.trees import PyTree
 
 _NAME = "orthogonalize"
 

@@ -34,8 +34,8 @@ from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import Factors
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 
 AdafactorRule = Literal["paper", "torch"]
 

@@ -16,7 +16,7 @@ from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import MomentDType, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 
 @on_leaf(arrays=3)

@@ -30,8 +30,8 @@ from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import told
-from jgrad._trees.trees import PyTree
 
 LambRule = Literal["paper", "ivy"]
 _RULES = ("paper", "ivy")

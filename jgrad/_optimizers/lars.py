@@ -28,7 +28,7 @@ from jgrad._layers.trust import (
 )
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 LarsRule = Literal["paper", "decayed_gradient", "ivy"]
 

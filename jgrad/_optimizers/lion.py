@@ -17,7 +17,7 @@ from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
 from jgrad._inputs.transformation import Compute, MomentDType, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 _BETAS = {"beta1": Role.BETA, "beta2": Role.BETA}
 

@@ -24,9 +24,9 @@ from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import varying_axes
 from jgrad._trees.told import Stack, told
-from jgrad._trees.trees import PyTree
 
 
 class ArraySpec(NamedTuple):

@@ -27,7 +27,7 @@ from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SIZE, SMALLEST
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 # Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
 # 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000

@@ -22,8 +22,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import replicated
-from jgrad._trees.trees import PyTree
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 Tree = TypeVar("Tree")

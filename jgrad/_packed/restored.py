@@ -12,7 +12,7 @@ from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import BY_DTYPE
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:

@@ -28,7 +28,7 @@ from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 FirstStep = Literal["skip", "adam"]
 

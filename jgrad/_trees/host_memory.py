@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 KIND = "pinned_host"
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 # How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.8 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"

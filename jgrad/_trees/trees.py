@@ -13,7 +13,7 @@ import jax
 import optax
 
 from jgrad._trees.path_rules import shown
-from jgrad._trees.protocols import KeyPath, Leaf, PyTree as PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.variables import is_leaf as is_leaf, leaves_with_paths, named_leaves
 
 Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types

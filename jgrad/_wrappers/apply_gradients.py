@@ -11,8 +11,8 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import inside
 
 _NAME = "apply_gradients"

@@ -17,9 +17,9 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import EVERY
 from jgrad._trees.told import telling, told
-from jgrad._trees.trees import PyTree
 
 T = TypeVar("T")
 Static = TypeVar("Static")

@@ -16,8 +16,8 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling, told
-from jgrad._trees.trees import PyTree
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 

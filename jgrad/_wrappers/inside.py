@@ -22,8 +22,8 @@ import optax
 
 from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.explained import Transformation
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
-from jgrad._trees.trees import PyTree
 
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # told apart from one that scales no loss
 

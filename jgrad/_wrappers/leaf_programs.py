@@ -12,7 +12,7 @@ from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
 from jgrad._trees.forms import SIZE, Blocks
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers import inside
 from jgrad._wrappers.apply_gradients import apply_gradients

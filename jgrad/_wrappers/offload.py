@@ -7,7 +7,7 @@ import optax
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory, shares
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 
 _NAME = "offload"

@@ -10,7 +10,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Then, in_float32, made_of
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 
 
 def checked(function: str, params: PyTree) -> PyTree:

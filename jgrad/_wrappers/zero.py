@@ -11,7 +11,7 @@ from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.trees import PyTree
+from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.hand_over import WrapperInputs
 
