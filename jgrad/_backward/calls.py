@@ -8,6 +8,7 @@ at a time, so that both forms of a step agree whatever it computes.
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import numerics
-from jgrad._backward.losses import ScanCall
+from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.checks import ArgLeaves
@@ -163,30 +164,32 @@ def of_share(
     return leaves_of_share(structure, positions, new)
 
 
-def of_all_shares(function: OfGradients, grads: PyTree, stacks: Sequence[ScanCall]) -> PyTree:
-    """The same of all gradients: for each layer of each stack, then for all other leaves.
+def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyTree:
+    """The same of all gradients: for each layer of each stack, and for other leaves.
 
     Args:
       function: of a user.
       grads: of all parameters.
-      stacks: their calls.
+      loss: which says what the shares are.
     """
     leaves: list[Any] = jax.tree.leaves(grads)
     structure: Structure = jax.tree.structure(grads)
-    axis_of = {i: k for call in stacks for i, k in zip(call.positions, call.axes, strict=True)}
-    rest = [i for i in range(len(leaves)) if i not in axis_of]
-    for share in (*(call.positions for call in stacks), rest):
+    axis_of = {i: k for call in loss.calls for i, k in zip(call.positions, call.axes, strict=True)}
+    stacks = [call.positions for call in loss.calls]
+    rest = sorted({*range(len(leaves))}.difference(*stacks, *loss.early))
+    behind = itertools.chain(*reversed([*zip(loss.early, stacks, strict=True)]))
+    for share in filter(None, (*behind, rest)):
         # Integers have None, as in the backward pass.
         positions = [i for i in share if checks.is_inexact(leaves[i])]
         arrays = [leaves[i] for i in positions]
         of_arrays = functools.partial(of_share, function, structure, positions)
-        if share is rest or not arrays:
+        if share not in stacks or not arrays:
             new = of_arrays(arrays)
         else:
             axes = [axis_of[i] for i in positions]
             layers = [jnp.expand_dims(x, k) for x, k in zip(arrays, axes, strict=True)]
-            behind = [k + 1 for k in axes]  # a layer keeps its axis, of length 1
-            new = jax.vmap(of_arrays, (behind,), behind)(layers)
+            after = [k + 1 for k in axes]  # a layer keeps its axis, of length 1
+            new = jax.vmap(of_arrays, (after,), after)(layers)
             new = [jnp.squeeze(x, k) for x, k in zip(new, axes, strict=True)]
         for i, x in zip(positions, new, strict=True):
             leaves[i] = x

@@ -97,6 +97,8 @@ class TracedLoss:
       form: the structure of what the loss returns.
       lines: what it does.
       differentiable: the variables that have cotangents.
+      early: for each call, the leaves in no stack that nothing before it reads, which have their
+        whole gradients when the backward pass comes to its layers.
     """
 
     def __init__(
@@ -119,6 +121,7 @@ class TracedLoss:
         self.form = _flat(result)[1]
         self.differentiable = self._between_parameters_and_value(lines)
         self._check_stacks(lines)
+        self.early = self._first_read(lines)
         self.lines = self._alive(lines)
 
     def stacks_by_path(self, params: PyTree) -> dict[KeyPath, Stack]:
@@ -241,6 +244,20 @@ class TracedLoss:
                     "and move what layers share out of the stack, where `block` may read it."
                 )
             read.update(now)
+
+    def _first_read(self, lines: Sequence[_Line]) -> list[list[int]]:
+        """For each call, the leaves in no stack that are read behind it, and not before."""
+        found: list[list[int]] = [[] for _ in self.calls]
+        position_of = {x: i for i, x in enumerate(self.jaxpr.invars)}
+        left, calls = self.differentiable.intersection(position_of) - self.stacks, 0
+        for line in lines:
+            if line.call is not None or not self.differentiable.isdisjoint(line.makes):
+                read = left.intersection(line.reads)
+                if calls:
+                    found[calls - 1] += sorted(position_of[x] for x in read)
+                left -= read
+            calls += line.call is not None
+        return found
 
     def _alive(self, lines: Sequence[_Line]) -> list[_Line]:
         """Those that are calls, have effects, or make something that is read."""
@@ -453,8 +470,9 @@ class SavedCall:
 
 # Gradients of a layer and the flow in front of it: see `SavedCall.pull`.
 Pull = Callable[[jax.Array, Arrays, Flow], tuple[Cotangents, Flow]]
-# (number of a call, its pull, the flow behind it) -> the flow in front of it
-Visit = Callable[[int, Pull, Flow], Flow]
+# (number of a call, gradients of leaves that have them early, its pull, the flow behind it) -> the
+# flow in front of it
+Visit = Callable[[int, Cotangents, Pull, Flow], Flow]
 
 
 class _Piece(NamedTuple):
@@ -511,8 +529,8 @@ class Forward:
         self._pieces.append(_Piece(pull, varied, results))
 
     def backward(self, visit: Visit) -> Cotangents:
-        """The gradients of all leaves that are in no stack, and None; `visit` sees each call."""
-        cotangents: Environment = {}
+        """The gradients of all leaves that no call was given, and None; `visit` sees each call."""
+        cotangents, inputs = Environment(), self._loss.jaxpr.invars
         differentiable = self._loss.differentiable - self._loss.stacks
 
         def add(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
@@ -536,10 +554,11 @@ class Forward:
             if i:
                 call, saved = self._loss.calls[i - 1], self._saved[i - 1]
                 pull = functools.partial(saved.pull, of(call.ys))
-                flow = visit(i - 1, pull, saved.begin(of(call.after, is_carry=True)))
+                early = [cotangents.pop(inputs[k]) for k in self._loss.early[i - 1]]
+                flow = visit(i - 1, early, pull, saved.begin(of(call.after, is_carry=True)))
                 for variables, arrays in zip((call.others, call.carry, call.xs), flow, strict=True):
                     add(variables, arrays)
-        return [cotangents.get(x) for x in self._loss.jaxpr.invars]
+        return [cotangents.get(x) for x in inputs]
 
 
 def _of(values: Sequence[Any], choice: Sequence[bool], chosen: bool) -> list[Any]:

@@ -63,7 +63,7 @@ class Cut(NamedTuple):
         return new
 
 
-SAME = Cut(-1, 0)  # of a number of a stack that all its layers have, such as its learning rate
+SAME = Cut(-1, 0)  # of what has no layers, such as the learning rate of a stack
 
 
 class Portion(NamedTuple):
@@ -72,10 +72,10 @@ class Portion(NamedTuple):
     Attributes:
       positions: of its leaves among those of the parameters.
       axes: of each leaf that of its layers.
-      layers: how many; None where it is all that no stack has.
+      layers: how many; None of leaves in no stack.
       structure: of its state, when it is alone.
       cuts: for each array of that the position in the whole state, and where it is cut; None for
-        an array that has no layers.
+        an array that is another share's.
     """
 
     positions: tuple[int, ...]
@@ -91,24 +91,25 @@ class Portion(NamedTuple):
 
     @property
     def owned(self) -> list[bool]:
-        """Whether each array of its state is its own: what has no layers is that of the rest."""
-        return [self.layers is None or cut is not None for _, cut in self.cuts]
+        """Whether each array of its state is its own."""
+        return [cut is not None for _, cut in self.cuts]
 
     @property
-    def of_layers(self) -> list[bool]:
-        """Whether each array of its state has an entry for each layer."""
-        return [cut is not None and cut is not SAME for _, cut in self.cuts]
+    def of_leaves(self) -> list[bool]:
+        """Whether each array of its state is of its leaves alone, by layers if they have some."""
+        whole = None if self.layers is None else SAME
+        return [cut is not None and cut is not whole for _, cut in self.cuts]
 
-    def with_numbers_of_stack(self, rest: "Portion") -> "Portion":
-        """The same, which owns what has no layers and is not that of the rest."""
+    def without_those_of(self, rest: "Portion") -> "Portion":
+        """The same, which owns of what has no layers only what is not that of the rest."""
         others = {i for i, _ in rest.cuts}
-        own = [(i, SAME if cut is None and i not in others else cut) for i, cut in self.cuts]
+        own = [(i, None if cut is SAME and i in others else cut) for i, cut in self.cuts]
         return self._replace(cuts=own)
 
     @property
-    def owned_cuts(self) -> list[tuple[int, Cut | None]]:
+    def owned_cuts(self) -> list[tuple[int, Cut]]:
         """Where these are."""
-        return [x for x, use in zip(self.cuts, self.owned, strict=True) if use]
+        return [(i, cut) for i, cut in self.cuts if cut is not None]
 
 
 def not_packed(name: str, tree: PyTree) -> None:
@@ -167,7 +168,7 @@ class Whole:
             other = others[path].shape
             axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
             if not axes and count > 1:
-                cuts.append((i, None))
+                cuts.append((i, SAME))
                 continue
             axis = axes[0] if axes else 0
             grows = other[axis] * layers == x.shape[axis] * count
@@ -182,19 +183,25 @@ class Whole:
             cuts.append((i, Cut(axis, x.shape[axis] // layers)))
         return Portion(tuple(positions), tuple(axes_of_leaves), layers, structure, cuts)
 
-    def rest(self, stacks: Sequence[Portion]) -> Portion:
-        """That of all leaves in no stack. It has all numbers that are of no layer, too."""
-        taken = {i for stack in stacks for i in stack.positions}
-        positions = [i for i in range(self.structure.num_leaves) if i not in taken]
+    def leaves(self, positions: Sequence[int]) -> Portion:
+        """That of leaves in no stack, and all that is of no layer."""
         some, structure = self._begun(positions, None, (), 0)
-        cuts = [(self._position(path, x.shape), None) for path, x in some.items()]
-        here = {i for i, _ in cuts}.union(i for stack in stacks for i, _ in stack.cuts)
+        cuts: list[tuple[int, Cut | None]] = [
+            (self._position(path, x.shape), SAME) for path, x in some.items()
+        ]
+        return Portion(tuple(positions), (), None, structure, cuts)
+
+    def rest(self, portions: Sequence[Portion]) -> Portion:
+        """That of all leaves in no other."""
+        taken = {i for portion in portions for i in portion.positions}
+        rest = self.leaves([i for i in range(self.structure.num_leaves) if i not in taken])
+        here = {i for portion in (rest, *portions) for i, _ in portion.cuts}
         for i, path in enumerate(self._paths):
             if i not in here:
                 came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
                 expected = "expected one of all leaves at once to be left out"
                 raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
-        return Portion(tuple(positions), (), None, structure, [*cuts])
+        return rest
 
     def _begun(
         self, positions: Sequence[int], layer: int | None, axes: Sequence[int], layers: int
@@ -314,7 +321,7 @@ def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int)
     state = zip(portion.owned_cuts, owned.state, layer.state, strict=True)
     return Owned(
         [cut.put(x, new, i) for cut, x, new in weights],
-        [x if cut is None else cut.put(x, new, i) for (_, cut), x, new in state],
+        [cut.put(x, new, i) for (_, cut), x, new in state],
     )
 
 

@@ -144,6 +144,7 @@ class ShareUpdate:
     Attributes:
       portion: what the share has.
       combines: how the numbers of two shares become one; known once it was traced.
+      foreign: the first function that was given arrays of another library; known likewise.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class ShareUpdate:
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
+        self.foreign: str | None = None
         self._whole, self._extra = whole, extra
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
@@ -223,19 +225,16 @@ class ShareUpdate:
     def parts(self, given: Start) -> Numbers:
         """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
-            foreign: str | None = None
 
             def traced(given: Start) -> Numbers:
-                nonlocal foreign
                 made, share = self._run(given, {})
-                foreign = share.foreign
+                self.foreign = share.foreign
                 return made.parts
 
-            forms = jax.eval_shape(traced, given)
-            if foreign is not None:
+            self._forms = jax.eval_shape(traced, given)
+            if self.foreign is not None and self.portion.layers is not None:
                 self._check_elements(given)
-                self._check_promise(foreign)
-            self._forms = forms
+            self._check_promise(self.foreign)
         return self._forms
 
     def _check_elements(self, layer: Start) -> None:
@@ -267,7 +266,7 @@ class ShareUpdate:
 
         def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
-            pairs = zip(made.state, self.portion.of_layers, strict=True)
+            pairs = zip(made.state, self.portion.of_leaves, strict=True)
             return self.owned(made), made.parts, [x for x, use in pairs if not use]
 
         closed, (own, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
@@ -282,8 +281,8 @@ class ShareUpdate:
             read: list[bool] = core.dce_jaxpr(program, used)[1]
             return read
 
-        gradients = [True for g in given.gradients if g is not None]
-        alone = [True, *gradients, *[True] * len(given.weights), *self.portion.of_layers]
+        of_share = jax.tree.leaves(given._replace(state=[]))
+        alone = [*[True] * len(of_share), *self.portion.of_leaves]
         for i in range(len(others)):
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
@@ -293,7 +292,7 @@ class ShareUpdate:
     def _refuse_state(self, i: int) -> None:
         count = len(self.portion.cuts)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
-        paths = [path for path, k in arrays if not self.portion.of_layers[k]]
+        paths = [path for path, k in arrays if not self.portion.of_leaves[k]]
         came = "an array that no layer owns, computed from the gradients of a few layers"
         expected = "expected transformations that compute each element by itself"
         where = checks.at(jax.tree_util.keystr(paths[i]))

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgrad._arithmetic import numerics
 from jgrad._backward import calls
 from jgrad._backward.calls import OfGradients
-from jgrad._backward.losses import Flow, Forward, Pull, TracedLoss
+from jgrad._backward.losses import Cotangents, Flow, Forward, Pull, TracedLoss
 from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
@@ -120,8 +120,9 @@ def step_in_backward(
         random bits and others of more than one element are refused by name.
       gradients: a function of the gradients of one share, called before anything looks at them,
         in a first pass as well. It is given a tree like `params`: of one layer, as a stack of
-        one, with None for all other leaves; and at the end of all leaves in no stack, with None
-        for those of stacks. It returns a tree of that structure, with those shapes and dtypes.
+        one, with None for all other leaves; and of leaves in no stack, those together
+        that have their gradients at the same time. It returns a tree of that structure, with those
+        shapes and dtypes.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
         its weights are; the axis of layers is not sharded.
@@ -163,7 +164,7 @@ def step_in_backward(
     ) -> Results:
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
-            grads = calls.of_all_shares(gradients, grads, traced.calls)
+            grads = calls.of_all_shares(gradients, grads, traced)
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
@@ -179,8 +180,9 @@ def step_in_backward(
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
         whole, model = Whole(tx, params, state), Model.of_trees(params, state)
-        step = _Step(whole, traced, model, places, extra, gradients, elementwise=elementwise)
-        known = step.measured(forward, first_pass=first_pass)
+        options = {"first_pass": first_pass, "elementwise": elementwise}
+        step = _Step(whole, traced, model, places, extra, gradients, **options)
+        known = step.measured(forward)
         return *step.updated(forward, known), forward.result
 
     def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
@@ -209,6 +211,9 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
 
 # What is done with a layer: new arrays, or none, and what it has to say.
 _Turn = Callable[[Start], tuple[Owned | None, Numbers]]
+# What is done with leaves in no stack, and with a stack; they return the flow in front of it.
+_OfLeaves = Callable[[ShareUpdate, Start, Flow], Flow]
+_OfStack = Callable[[ShareUpdate, Pull, Flow], Flow]
 
 
 class _Step:
@@ -223,47 +228,57 @@ class _Step:
         extra: Extra,
         gradients: OfGradients | None,
         *,
+        first_pass: bool,
         elementwise: bool,
     ) -> None:
         self._model, self._places = model, places
         self._gradients, self._structure = gradients, whole.structure
-        stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
+        self._first_pass = first_pass
 
         def update(portion: Portion) -> ShareUpdate:
             of_leaves = itertools.zip_longest(portion.positions, portion.axes)
             axes = [_spec(places[i], k) for i, k in of_leaves if places]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
-        rest = whole.rest(stacks)
-        self._stacks = [update(stack.with_numbers_of_stack(rest)) for stack in stacks]
-        self._rest = update(rest)
+        def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
+            """Of leaves that are updated before a stack; None if they wait for the end."""
+            made = update(leaves.without_those_of(rest))
+            read = made.numbers_read(self._example(made))
+            if made.foreign is not None or (read[None] and not first_pass):
+                return None
+            self._read.append(read)
+            return made
 
-    def _numbers_read(self) -> dict[Key | None, set[Key]]:
-        """Which numbers the update of some layer needs, by None; and which each of these needs."""
-        read: dict[Key | None, set[Key]] = {None: set()}
-        for update in self._stacks:
-            for key, keys in update.numbers_read(self._example(update)).items():
-                read[key] = read.get(key, set()) | keys
-        return read
+        stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
+        groups = [whole.leaves(positions) for positions in traced.early]
+        rest = whole.rest([*stacks, *groups])
+        self._stacks = [update(stack.without_those_of(rest)) for stack in stacks]
+        self._read = [x.numbers_read(self._example(x)) for x in self._stacks]
+        self._early = [early(leaves, rest) if leaves.positions else None for leaves in groups]
+        self._groups = traced.early
+        self._rest = update(whole.rest([*stacks, *(x.portion for x in self._early if x)]))
 
     def _example(self, update: ShareUpdate) -> Start:
-        """The types of what an update of a layer is given: a gradient has that of its weight."""
+        """The types of what an update of a share is given: a gradient has that of its weight."""
 
         model, portion = self._model, update.portion
+        layer = None if portion.layers is None else 0
         weights, state = jax.eval_shape(
-            lambda: (model.weights_of(portion, 0), model.state_of(portion, 0))
+            lambda: (model.weights_of(portion, layer), model.state_of(portion, layer))
         )
         gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
-        return Start(0, gradients, weights, state)
+        return Start(layer, gradients, weights, state)
 
-    def measured(self, forward: Forward, *, first_pass: bool) -> Numbers:
-        """The numbers that are needed before a layer is updated.
+    def measured(self, forward: Forward) -> Numbers:
+        """The numbers that are needed before the end.
 
         By a backward pass of their own; those that need others, by one more.
         """
-        read, known = self._numbers_read(), Numbers()
+        read, known = dict[Key | None, set[Key]](), Numbers()
+        for key, keys in itertools.chain(*(of_update.items() for of_update in self._read)):
+            read[key] = read.get(key, set()) | keys
         missing = read[None].union(*read.values())  # also what a number needs that no layer does
-        if missing and not first_pass:
+        if missing and not self._first_pass:
             name = min(missing)[0]
             came = f"`{name}` needs a number from all gradients before any layer is updated"
             remedy = "expected `first_pass=True`, which computes it in a separate backward pass"
@@ -281,9 +296,13 @@ class _Step:
         def parts(update: ShareUpdate, given: Start) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
-        def visit(k: int, pull: Pull, flow: Flow) -> Flow:
+        def of_leaves(update: ShareUpdate, given: Start, flow: Flow) -> Flow:
             nonlocal said
-            update = self._stacks[k]
+            said = _both(update, said, parts(update, given))
+            return flow
+
+        def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
+            nonlocal said
             nothing = self._nothing(update, ready)
 
             def turn(given: Start) -> tuple[None, Numbers]:
@@ -293,7 +312,7 @@ class _Step:
             said = _both(update, said, more)
             return flow
 
-        given = self._of_rest(forward.backward(visit))
+        given = self._backward(forward, of_leaves, of_stack)
         return _both(self._rest, said, parts(self._rest, given))
 
     def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
@@ -301,14 +320,24 @@ class _Step:
         said: Numbers = {}
         model = self._model
 
-        def visit(k: int, pull: Pull, flow: Flow) -> Flow:
+        def of_leaves(update: ShareUpdate, given: Start, flow: Flow) -> Flow:
             nonlocal said, model
-            update = self._stacks[k]
+            # What reads old weights comes before, else XLA copies them; and the layers come behind,
+            # else it may keep the gradients, or what they are computed from, till the end.
+            gradients, flow = shardings.barrier((given.gradients, flow))
+            made = update(given._replace(gradients=gradients), known)
+            said = _both(update, said, _without(made.parts, known))
+            new, flow = shardings.barrier((update.owned(made), flow))
+            model = model.replaced(update.portion, new)
+            return flow
+
+        def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
+            nonlocal said, model
             nothing = self._nothing(update, update.combines.keys() - known.keys())
 
             def turn(given: Start) -> tuple[Owned, Numbers]:
                 made = update(given, known)
-                return update.owned(made), {k: x for k, x in made.parts.items() if k in nothing}
+                return update.owned(made), _without(made.parts, known)
 
             owned = model.owned(update.portion)
             owned, more, flow = self._through(update, pull, flow, nothing, turn, owned)
@@ -316,9 +345,45 @@ class _Step:
             said = _both(update, said, more)
             return flow
 
-        given = self._of_rest(forward.backward(visit))
+        given = self._backward(forward, of_leaves, of_stack)
         new = self._rest.owned(self._rest(given, known, said))
         return model.replaced(self._rest.portion, new).trees()
+
+    def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Start:
+        """Goes backwards over all shares; returns what the update of the rest is given.
+
+        Args:
+          forward: of the loss.
+          of_leaves: what is done with leaves that have their gradients before a stack.
+          of_stack: what is done with a stack behind them.
+        """
+        waiting: dict[int, jax.Array | None] = {}
+
+        def visit(k: int, gradients: Cotangents, pull: Pull, flow: Flow) -> Flow:
+            early, positions = self._early[k], self._groups[k]
+            gradients = self._of_user(positions, gradients)
+            if early is None:
+                waiting.update(zip(positions, gradients, strict=True))
+            else:
+                flow = of_leaves(early, self._start(early.portion, gradients), flow)
+            return of_stack(self._stacks[k], pull, flow)
+
+        grads = forward.backward(visit)
+        positions = self._rest.portion.positions
+        last = [i for i in positions if i not in waiting]
+        of_last = self._of_user(last, [self._or_zeros(i, grads[i]) for i in last])
+        waiting |= zip(last, of_last, strict=True)
+        return self._start(self._rest.portion, [waiting[i] for i in positions])
+
+    def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
+        """The gradient of a leaf that the loss need not read."""
+        w = self._model.leaves[i]
+        return numerics.zeros_like(w) if gradient is None and checks.is_inexact(w) else gradient
+
+    def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
+        """What the update of leaves in no stack starts from."""
+        weights = self._model.weights_of(portion, None)
+        return Start(None, gradients, weights, self._model.state_of(portion, None))
 
     def _through(
         self,
@@ -357,7 +422,7 @@ class _Step:
             of_layer, flow = pull(layer, weights, flow)
             of_leaves = zip(portion.positions, portion.axes, of_layer, strict=True)
             gradients = [None if g is None else self._placed(i, k, g) for i, k, g in of_leaves]
-            gradients = self._of_user(portion, gradients)
+            gradients = self._of_user(portion.positions, gradients)
             given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
@@ -380,22 +445,17 @@ class _Step:
         forms = update.parts(self._example(update))
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
-    def _of_rest(self, grads: Sequence[jax.Array | None]) -> Start:
-        """What the update of all leaves in no stack is given; zeros where the loss reads none."""
-        portion = self._rest.portion
-        weights = self._model.weights_of(portion, None)
-        gradients = [
-            numerics.zeros_like(w) if grads[i] is None and checks.is_inexact(w) else grads[i]
-            for i, w in zip(portion.positions, weights, strict=True)
-        ]
-        gradients = self._of_user(portion, gradients)
-        return Start(None, gradients, weights, self._model.state_of(portion, None))
-
-    def _of_user(self, portion: Portion, gradients: Sequence[Any]) -> list[jax.Array | None]:
+    def _of_user(
+        self, positions: Sequence[int], gradients: Sequence[Any]
+    ) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""
-        if self._gradients is None:
+        if self._gradients is None or not positions:
             return list(gradients)
-        return calls.of_share(self._gradients, self._structure, portion.positions, gradients)
+        return calls.of_share(self._gradients, self._structure, positions, gradients)
+
+
+def _without(numbers: Numbers, known: Numbers) -> Numbers:
+    return {key: x for key, x in numbers.items() if key not in known}
 
 
 def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:

@@ -97,7 +97,7 @@ def test_types_that_say_what_varies(x64):
 
 
 def unit(g):
-    """Gradients of a share whose norm is 1: of a layer, or of all leaves in no stack."""
+    """Gradients of a share whose norm is 1: of a layer, or of leaves in no stack."""
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
     return jax.tree.map(lambda x: x / norm, g)
 
@@ -109,8 +109,7 @@ def test_a_function_of_a_whole_layer(x64, is_forced):
     params, x, tx = models.params(jnp.float64), models.batch(0, jnp.float64), jgrad.adam(1e-2)
     g = jax.device_get(jax.grad(models.loss)(params, x))
     of_layers = np.sqrt(sum(np.sum(y**2, axis=(1, 2), keepdims=True) for y in g["layers"].values()))
-    of_rest = np.sqrt(sum(np.sum(g[name] ** 2) for name in ("first", "last")))
-    by_hand = {name: y / of_rest for name, y in g.items() if name != "layers"}
+    by_hand = {name: g[name] / np.sqrt(np.sum(g[name] ** 2)) for name in ("first", "last")}
     by_hand["layers"] = {name: y / of_layers for name, y in g["layers"].items()}
     expected = jgrad.apply_gradients(tx, by_hand, tx.init(params), params)
     with forced(is_forced):
@@ -124,7 +123,7 @@ def test_a_function_of_a_whole_layer(x64, is_forced):
 @pytest.mark.slow(always=["ordinary"])
 @both_forms
 def test_what_it_is_given(is_forced):
-    """A layer as a stack of one beside None, then all leaves in no stack; integers have none."""
+    """A layer as a stack of one beside None, and leaves in no stack by what reads them first."""
     params, tx, seen = models.tied_params(), adam(), []
 
     def look(g):
@@ -153,14 +152,14 @@ def call(**options):
 
 OTHERS = {
     "dtype": (lambda g: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g), TypeError,
-     "`gradients(g)` at ['layers']['down']: an array of bfloat16 and shape (1, 32, 16), expected "
-     "an array of float32 and shape (1, 32, 16), as it was given."),
+     "`gradients(g)` at ['last']: an array of bfloat16 and shape (16, 16), expected an array of "
+     "float32 and shape (16, 16), as it was given."),
     "shape": (lambda g: jax.tree.map(lambda x: x[:, 0], g), TypeError,
-     "`gradients(g)` at ['layers']['down']: an array of float32 and shape (1, 16), expected "
-     "an array of float32 and shape (1, 32, 16), as it was given."),
+     "`gradients(g)` at ['last']: an array of float32 and shape (16,), expected an array of "
+     "float32 and shape (16, 16), as it was given."),
     "None": (lambda g: jax.tree.map(lambda x: None, g), TypeError,
-     "`gradients(g)` at ['layers']['down']: None, expected an array of float32 and shape "
-     "(1, 32, 16), as it was given."),
+     "`gradients(g)` at ['last']: None, expected an array of float32 and shape (16, 16), as it was "
+     "given."),
     "structure": (lambda g: g["layers"], ValueError,
      "`gradients(g)` does not have the structure of `g`: only `gradients(g)` has ['down']; only "
      "`gradients(g)` has ['up']; only `g` has ['first'] (and 2 more)."),
