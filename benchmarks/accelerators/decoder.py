@@ -10,7 +10,6 @@ A program takes two to five minutes to compile, so `--only` picks some by "model
 """
 
 import json
-import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from absl import app, flags, logging
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks import markdown
-from benchmarks.accelerators import targets
+from benchmarks.accelerators import llama, targets
 from benchmarks.accelerators.program import Program, mesh
 from benchmarks.accelerators.sharded import placed
 from benchmarks.accelerators.targets import TARGETS
@@ -38,34 +37,10 @@ PICTURE = pathlib.Path(__file__).with_name("decoder.png")
 PAGE = ROOT / "benchmarks" / "notes" / "on_paper.md"
 
 TOKENS = 4096  # of a sequence
-HEAD = 128  # channels of a head
 GIB = 2**30
 
+DECODERS = {name: llama.MODELS[name] for name in ("8 B", "70 B")}
 
-class Decoder(NamedTuple):
-    """Grouped-query attention and gated layers, as Llama 3 has them.
-
-    Attributes:
-      layers: how many.
-      width: of the residual stream.
-      hidden: of gated layers.
-      heads: of queries.
-      groups: heads of keys and values.
-      vocabulary: tokens.
-    """
-
-    layers: int
-    width: int
-    hidden: int
-    heads: int
-    groups: int = 8
-    vocabulary: int = 131072
-
-
-DECODERS = {
-    "8 B": Decoder(layers=32, width=4096, hidden=14336, heads=32),
-    "70 B": Decoder(layers=80, width=8192, hidden=28672, heads=64),
-}
 
 # Chips, all in one mesh axis.
 TOPOLOGIES = {"v5e:4x4": 16, "v5e:16x16": 256, "v5p:8x8x8": 512}
@@ -81,9 +56,6 @@ _AXIS = "fsdp"
 # XLA moves products of matrices to where a collective is under way, as far as memory allows: then
 # the logits live longer, or not, as it happens. Without that, peaks are those of recipes.
 _IN_ORDER: dict[str, Any] = {"xla_tpu_enable_async_collective_fusion": False}
-
-# Leaves below "layers" are stacks of layers.
-LAYER_AXES = {"embedding": None, "head": None, "norm": None, "layers": 0}
 
 
 class Recipe(NamedTuple):
@@ -115,8 +87,8 @@ def _eight_bits() -> optax.GradientTransformation:
 def _muon() -> optax.GradientTransformation:
     return jgrad.muon(
         0.02,
-        matrices=jgrad.hidden_matrices(layer_axes=LAYER_AXES),
-        layer_axes=LAYER_AXES,
+        matrices=jgrad.hidden_matrices(layer_axes=llama.LAYER_AXES),
+        layer_axes=llama.LAYER_AXES,
         weight_decay=0.1,
         adam_learning_rate=1e-4,
         shard_over=_AXIS,
@@ -124,7 +96,7 @@ def _muon() -> optax.GradientTransformation:
 
 
 def _adafactor() -> optax.GradientTransformation:
-    return jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=LAYER_AXES))
+    return jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=llama.LAYER_AXES))
 
 
 _BF16: Any = jnp.bfloat16
@@ -141,7 +113,7 @@ RECIPES = {
     "AdamW, XLA's order": Recipe(lambda: _adamw(), options={}),
     "AdamW, 8 bits, XLA's order": Recipe(_eight_bits, options={}),
     "LAMB of optax": Recipe(lambda: optax.lamb(1e-4, weight_decay=0.1), optaxs=True),
-    "LAMB": Recipe(lambda: jgrad.lamb(1e-4, weight_decay=0.1, layer_axes=LAYER_AXES)),
+    "LAMB": Recipe(lambda: jgrad.lamb(1e-4, weight_decay=0.1, layer_axes=llama.LAYER_AXES)),
     "Muon": Recipe(_muon),
 }
 # Each layer updated as soon as its gradient is known.
@@ -208,86 +180,23 @@ def specs() -> dict[str, Any]:
     }
 
 
-def shapes(model: Decoder) -> dict[str, Any]:
-    """Of all leaves."""
-    layers, width, hidden = model.layers, model.width, model.hidden
-    return {
-        "embedding": (model.vocabulary, width),
-        "head": (width, model.vocabulary),
-        "norm": (width,),
-        "layers": {
-            "queries": (layers, width, model.heads * HEAD),
-            "keys_values": (layers, width, 2 * model.groups * HEAD),
-            "out": (layers, model.heads * HEAD, width),
-            "gate": (layers, width, hidden),
-            "up": (layers, width, hidden),
-            "down": (layers, hidden, width),
-            "norm_1": (layers, width),
-            "norm_2": (layers, width),
-        },
-    }
-
-
-def size(model: Decoder) -> int:
-    """The number of parameters."""
-    leaves = jax.tree.leaves(shapes(model), is_leaf=lambda x: isinstance(x, tuple))
-    return sum(map(math.prod, leaves))
-
-
-def loss(model: Decoder, chips: Mesh, params: Any, tokens: jax.Array) -> jax.Array:
-    """Cross-entropy of each token given those before it; products in bfloat16."""
-
-    def spread(x: jax.Array) -> jax.Array:
-        """Sequences over chips."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(chips, P(_AXIS)))
-
-    def times(x: jax.Array, matrix: jax.Array) -> jax.Array:
-        return x @ matrix.astype(jnp.bfloat16)
-
-    def normed(x: jax.Array, scale: jax.Array) -> jax.Array:
-        square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
-        return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale.astype(x.dtype)
-
-    def attention(x: jax.Array, layer: Any) -> jax.Array:
-        heads = (*x.shape[:2], -1, HEAD)
-        q = times(x, layer["queries"]).reshape(heads)
-        k, v = jnp.split(times(x, layer["keys_values"]).reshape(heads), 2, axis=2)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        return times(mixed.reshape(*x.shape[:2], -1), layer["out"])
-
-    def block(layer: Any, x: jax.Array) -> jax.Array:
-        x = x + attention(normed(x, layer["norm_1"]), layer)
-        h = normed(x, layer["norm_2"])
-        gated = jax.nn.silu(times(h, layer["gate"])) * times(h, layer["up"])
-        return spread(x + times(gated, layer["down"]))
-
-    x = spread(params["embedding"].astype(jnp.bfloat16)[tokens])
-    x = jgrad.scan_layers(block, params["layers"], x)
-    logits = times(normed(x, params["norm"]), params["head"]).astype(jnp.float32)
-    each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-    return each.mean()
-
-
 def compiled(name: str, topology: str, recipe: str) -> Result:
     """A train step, compiled."""
     model, made, target = DECODERS[name], RECIPES[recipe], _target(topology)
     chips = mesh(target, topology, **{_AXIS: TOPOLOGIES[topology]})
     how = specs()
     params = jax.tree.map(
-        lambda shape, spec: jax.ShapeDtypeStruct(
-            shape, made.dtype, sharding=NamedSharding(chips, spec)
-        ),
-        shapes(model),
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(chips, spec)),
+        llama.shapes(model, made.dtype),
         how,
-        is_leaf=lambda x: isinstance(x, tuple),
     )
     tokens = jax.ShapeDtypeStruct(
         (TOPOLOGIES[topology], TOKENS), jnp.int32, sharding=NamedSharding(chips, P(_AXIS))
     )
-    tx = made.make()
+    tx, over = made.make(), NamedSharding(chips, P(_AXIS))
 
     def of_params(params: Any, tokens: jax.Array) -> jax.Array:
-        return loss(model, chips, params, tokens)
+        return llama.loss(model, params, tokens, over)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(of_params)(params, tokens)
