@@ -54,6 +54,9 @@ def _muon() -> optax.GradientTransformation:
 _BF16: Any = jnp.bfloat16
 RECIPES = {
     "AdamW of optax": Recipe(lambda: optax.adamw(1e-3, weight_decay=0.1), of_optax=True),
+    "bf16: AdamW of optax": Recipe(
+        lambda: optax.adamw(1e-3, weight_decay=0.1), _BF16, of_optax=True
+    ),
     "AdamW": Recipe(_adamw),
     "skip(clip + AdamW)": Recipe(lambda: _clipped(_adamw()), first_pass=True),
     "AdamW, 8 bits": Recipe(lambda: _adamw(moment_dtype="8bit")),
@@ -111,8 +114,8 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean(((x @ params["head"]) - y).astype(jnp.float32) ** 2)
 
 
-def step_of(recipe: Recipe, form: str) -> Callable[..., Any]:
-    """(params, state, x, y) -> (params, state, value)."""
+def step_of(recipe: Recipe, form: str, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
+    """(params, state, *args of the loss) -> (params, state, value)."""
     tx = recipe.make()
     if form == FORMS[1]:
         return jgrad.step_in_backward(tx, loss, first_pass=recipe.first_pass)

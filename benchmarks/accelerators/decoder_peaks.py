@@ -1,0 +1,132 @@
+"""Train steps of decoders in flax, compiled: `python -m benchmarks.accelerators.decoder_peaks`.
+
+The peak of a step in bytes per parameter, gradient and then update beside
+`jgrad.step_in_backward`, for one device. `flax_decoders` has the models. Nothing runs.
+
+Half an hour on two cores. `--only` picks rows by "target case", `--write` keeps what was found in
+`decoder_peaks.json` and writes the table of `docs/four_bytes.md`.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags, logging
+
+from benchmarks import markdown
+from benchmarks.accelerators import flax_decoders, targets
+from benchmarks.accelerators.flax_decoders import LENGTH, Model
+from benchmarks.accelerators.program import Program, on_one_device
+from benchmarks.accelerators.targets import TARGETS
+from benchmarks.accelerators.train_steps import FORMS, RECIPES, step_of
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
+RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
+
+MACHINES = ("v5e", "h100")
+
+
+class Case(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+      recipe: of `train_steps.RECIPES`.
+      model: of a dtype.
+      sequences: in a batch.
+    """
+
+    recipe: str
+    model: Callable[[Any], Model] = flax_decoders.linen
+    sequences: int = 1
+
+
+def _tied(dtype: Any) -> Model:
+    return flax_decoders.linen(dtype, head="")
+
+
+def _in_slices(dtype: Any) -> Model:
+    return flax_decoders.linen(dtype, head="in slices")
+
+
+_EIGHT_BITS = "bf16: stochastic(AdamW, 8 bits)"
+_CLIPPED = "bf16: skip(clip + stochastic(AdamW, 8 bits))"
+CASES = {
+    "AdamW of optax, float32 weights": Case("AdamW of optax"),
+    "AdamW of optax, bfloat16 weights": Case("bf16: AdamW of optax"),
+    "AdamW, float32 weights": Case("AdamW"),
+    "AdamW in 8 bits, bfloat16 weights": Case(_EIGHT_BITS),
+    "the same, in nnx": Case(_EIGHT_BITS, flax_decoders.in_nnx),
+    "the same, clipped, and skipped if not finite": Case(_CLIPPED),
+    "the same, with tied embeddings": Case(_EIGHT_BITS, _tied),
+    "the same, with the head in slices": Case(_EIGHT_BITS, _in_slices),
+    "the same, of 8 sequences": Case(_EIGHT_BITS, sequences=8),
+    "the same, of 8 sequences, with the head in slices": Case(_EIGHT_BITS, _in_slices, 8),
+}
+
+# By "target case": bytes per parameter of each form.
+Peaks = dict[str, list[float]]
+
+
+def peak(target: str, case: Case, form: str) -> float:
+    """Bytes per parameter: weights, state, a batch, and what lives beside them."""
+    recipe = RECIPES[case.recipe]
+    model = case.model(recipe.dtype)
+    state = jax.eval_shape(recipe.make().init, model.params)
+    tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH), jnp.int32)
+    args = on_one_device(TARGETS[target], (model.params, state, tokens))
+    jax.clear_caches()
+    step = step_of(recipe, form, model.loss)
+    counts = Program(TARGETS[target], step, args, donate=(0, 1)).counts
+    size = sum(x.size for x in jax.tree.leaves(model.params))
+    return (counts.arguments + counts.temporaries) / size
+
+
+def known() -> Peaks:
+    """What was found before."""
+    found: Peaks = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def table(found: Peaks) -> str:
+    """In Markdown, a row for each case; a cell has the peak of each form."""
+    rows = [
+        [
+            name,
+            *(" → ".join(f"{x:.2f}" for x in found.get(f"{key} {name}", ())) for key in MACHINES),
+        ]
+        for name in CASES
+    ]
+    return markdown.table(["step", *(TARGETS[key].title for key in MACHINES)], rows)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    jax.config.update("jax_platforms", "cpu")  # compilers are asked, no device
+    logging.set_verbosity(logging.WARNING)
+    found: Peaks = {}
+    for key in MACHINES:
+        if reason := targets.missing(TARGETS[key]):
+            print(reason)
+            continue
+        for name, case in CASES.items():
+            row = f"{key} {name}"
+            if flags.FLAGS.only not in row:
+                continue
+            forms = FORMS[:1] if RECIPES[case.recipe].of_optax else FORMS
+            found[row] = [round(peak(key, case, form), 3) for form in forms]
+            print(row, *found[row], flush=True)
+            if flags.FLAGS.write:
+                RESULTS.write_text(json.dumps(known() | found, indent=1) + "\n")
+    print(f"\nCompiled, not run.\n\n{table(found)}")
+    if flags.FLAGS.write:
+        PAGE.write_text(markdown.replaced(PAGE.read_text(), "decoders", table(known())))
+
+
+if __name__ == "__main__":  # tests import this file beside others, whose flags have these names
+    flags.DEFINE_string("only", "", "Rows whose name holds this.")
+    flags.DEFINE_bool("write", False, "Keep the results, and write the table.")
+    app.run(main)
