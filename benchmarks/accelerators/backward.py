@@ -5,7 +5,7 @@ usually written, gradient and then update, and once with `jgrad.step_in_backward
 the model and the recipes.
 
 Ten minutes on two cores. `--only` picks rows by "target model recipe", `--write` writes the table
-of `docs/four_bytes.md`.
+of `benchmarks/notes/accelerators.md`.
 """
 
 import pathlib
@@ -28,7 +28,7 @@ from benchmarks.accelerators.train_steps import (
     step_of,
 )
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
+PAGE = pathlib.Path(__file__).parents[1] / "notes" / "accelerators.md"
 
 
 class Row(NamedTuple):

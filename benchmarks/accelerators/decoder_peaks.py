@@ -21,7 +21,7 @@ from benchmarks.accelerators import flax_decoders, targets
 from benchmarks.accelerators.flax_decoders import LENGTH, Model
 from benchmarks.accelerators.program import Program, on_one_device
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, RECIPES, step_of
+from benchmarks.accelerators.train_steps import FORMS, RECIPES, Recipe, step_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
@@ -33,12 +33,12 @@ class Case(NamedTuple):
     """A row of the table.
 
     Attributes:
-      recipe: of `train_steps.RECIPES`.
+      recipe: an optimizer.
       model: of a dtype.
       sequences: in a batch.
     """
 
-    recipe: str
+    recipe: Recipe
     model: Callable[[Any], Model] = flax_decoders.linen
     sequences: int = 1
 
@@ -51,12 +51,13 @@ def _in_slices(dtype: Any) -> Model:
     return flax_decoders.linen(dtype, head="in slices")
 
 
-_EIGHT_BITS = "bf16: stochastic(AdamW, 8 bits)"
-_CLIPPED = "bf16: skip(clip + stochastic(AdamW, 8 bits))"
+_OF_OPTAX = RECIPES["AdamW of optax"]
+_EIGHT_BITS = RECIPES["bf16: stochastic(AdamW, 8 bits)"]
+_CLIPPED = RECIPES["bf16: skip(clip + stochastic(AdamW, 8 bits))"]
 CASES = {
-    "AdamW of optax, float32 weights": Case("AdamW of optax"),
-    "AdamW of optax, bfloat16 weights": Case("bf16: AdamW of optax"),
-    "AdamW, float32 weights": Case("AdamW"),
+    "AdamW of optax, float32 weights": Case(_OF_OPTAX),
+    "AdamW of optax, bfloat16 weights": Case(_OF_OPTAX._replace(dtype=jnp.bfloat16)),
+    "AdamW, float32 weights": Case(RECIPES["AdamW"]),
     "AdamW in 8 bits, bfloat16 weights": Case(_EIGHT_BITS),
     "the same, in nnx": Case(_EIGHT_BITS, flax_decoders.in_nnx),
     "the same, clipped, and skipped if not finite": Case(_CLIPPED),
@@ -72,8 +73,7 @@ Peaks = dict[str, list[float]]
 
 def peak(target: str, case: Case, form: str) -> float:
     """Bytes per parameter: weights, state, a batch, and what lives beside them."""
-    recipe = RECIPES[case.recipe]
-    model = case.model(recipe.dtype)
+    recipe, model = case.recipe, case.model(case.recipe.dtype)
     state = jax.eval_shape(recipe.make().init, model.params)
     tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH), jnp.int32)
     args = on_one_device(TARGETS[target], (model.params, state, tokens))
@@ -116,7 +116,7 @@ def main(argv: list[str]) -> None:
             row = f"{key} {name}"
             if flags.FLAGS.only not in row:
                 continue
-            forms = FORMS[:1] if RECIPES[case.recipe].of_optax else FORMS
+            forms = FORMS[:1] if case.recipe.of_optax else FORMS
             found[row] = [round(peak(key, case, form), 3) for form in forms]
             print(row, *found[row], flush=True)
             if flags.FLAGS.write:

@@ -136,8 +136,8 @@ class _Nnx(nnx.Module):
     def __init__(self, dtype: Any, rngs: nnx.Rngs) -> None:
         dtypes: dict[str, Any] = {"param_dtype": dtype, "dtype": jnp.bfloat16, "rngs": rngs}
         self.embed = nnx.Embed(VOCABULARY, WIDTH, **dtypes)
-        make = nnx.vmap(functools.partial(_NnxBlock, dtype))
-        self.layers = make(rngs.fork(split=LAYERS))
+        make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(functools.partial(_NnxBlock, dtype)))
+        self.layers = make(rngs)
         self.norm = nnx.RMSNorm(WIDTH, **dtypes)
         self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, **dtypes)
 
@@ -161,4 +161,5 @@ def in_nnx(dtype: Any) -> Model:
         of_params: Any = nnx.merge(rest, params)
         return of_params(tokens)
 
-    return Model(nnx.pure(params), loss)
+    as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # by its name in flax 0.12.1
+    return Model(as_pure(params), loss)

@@ -54,9 +54,6 @@ def _muon() -> optax.GradientTransformation:
 _BF16: Any = jnp.bfloat16
 RECIPES = {
     "AdamW of optax": Recipe(lambda: optax.adamw(1e-3, weight_decay=0.1), of_optax=True),
-    "bf16: AdamW of optax": Recipe(
-        lambda: optax.adamw(1e-3, weight_decay=0.1), _BF16, of_optax=True
-    ),
     "AdamW": Recipe(_adamw),
     "skip(clip + AdamW)": Recipe(lambda: _clipped(_adamw()), first_pass=True),
     "AdamW, 8 bits": Recipe(lambda: _adamw(moment_dtype="8bit")),

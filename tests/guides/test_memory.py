@@ -98,7 +98,7 @@ def state_of_flax(names, printed):
 
 
 @after(FOUR_BYTES, 0)
-@after(FOUR_BYTES, 1, 0, slow=True)
+@after(FOUR_BYTES, 2, 0, slow=True)
 def four_bytes(names, printed):
     """Weights and state have four bytes per parameter, and the loss falls, by either form."""
     params, state, args = (
@@ -113,7 +113,7 @@ def four_bytes(names, printed):
     assert float(names["loss"](params, *args)) < 0.9 * before
 
 
-@after(FOUR_BYTES, 2, 0)
+@after(FOUR_BYTES, 3, 0)
 def a_mean_over_devices(names, printed):
     """In a `pmap`, replicas stay alike: `tests/backward/test_gradients.py` has the numbers."""
     params, state = names["params"], names["tx"].init(names["params"])
