@@ -10,5 +10,9 @@ counts of bytes, kernels and collectives, and no times. Needs the extra `acceler
 - `recipes`: what is compiled, on which models;
 - `train_steps`: a model and its train step in two forms, whose peaks
   `python -m benchmarks.accelerators.backward` compiles;
-- `decoder`: train steps of whole models, sharded: `python -m benchmarks.accelerators.decoder`.
+- `flax_decoders`: decoders as users write them, whose peaks
+  `python -m benchmarks.accelerators.decoder_peaks` compiles;
+- `llama`: a decoder in plain JAX, with the shapes of published models;
+- `largest`: which of them one device trains: `python -m benchmarks.accelerators.largest`;
+- `decoder`: train steps on many chips: `python -m benchmarks.accelerators.decoder`.
 """
