@@ -588,6 +588,8 @@ MUTATIONS = [
     Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),
     Mutation("_between_parameters_and_value", "what is read for a log is differentiated", "known & needed", "known", XS),
     Mutation("_call", "a transposed stack has its layers along the first axis", "step.params.get('permutation', range(axis + 1))[axis]", "axis", XS),
+    Mutation("_keeps_layers", "a stack that flax constrains to a mesh is a computed one", "(X, 'sharding_constraint', Y)", "(X, Y)", BACKWARD + "/test_sharded.py -k names"),
+    Mutation("scan_layers._length", "a loop cuts what a type says is sharded", "names is not None", "False", BACKWARD + "/test_sharded.py -k type_says"),
     Mutation("_keeps_layers", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
     Mutation("_seen_through", "a call inside of `jit` is not seen", "eqn.primitive.name in _SEEN_THROUGH and _hides_call(eqn)", "False", XS),
     Mutation("_is_elsewhere", "a call inside of `grad` is taken for one of the loss", "equation.params['reverse']", "False", BACKWARD + "/test_messages.py"),

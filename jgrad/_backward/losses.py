@@ -331,7 +331,7 @@ def _keeps_layers(eqn: Any) -> bool:
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
         return False
     is_elementwise = not elementwise.mixes(eqn, lambda _: True)
-    return is_elementwise or eqn.primitive.name in ("pcast", "transpose")
+    return is_elementwise or eqn.primitive.name in ("pcast", "sharding_constraint", "transpose")
 
 
 def _check_value(result: Any, has_aux: bool) -> None:

@@ -80,7 +80,7 @@ def scan_layers(
 
     Raises:
       ValueError: leaves of `layers` have no such axis, or axes of different lengths, or those of
-        `xs` another one.
+        `xs` another one; or a type says that they are sharded along it.
       TypeError: a leaf is not an array, an option is of the wrong kind, or the block returns no
         pair; as from `jax.lax.scan`, a carry of another structure, shape or dtype.
 
@@ -158,4 +158,8 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
         if length != count:
             along = f"axis {k}" if k else "the first axis"
             arg.fail(i, ValueError, f"{length} layers along {along}, expected {expected}")
+        names = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[k % x.ndim]
+        if names is not None:  # with explicit axes: with automatic ones no type says it
+            came = f"sharded over {names!r} along the axis of the layers, which a scan cuts"
+            arg.fail(i, ValueError, f"{came}, expected another axis, or none")
     return count

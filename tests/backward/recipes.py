@@ -56,8 +56,8 @@ def adafactor():
     return jgrad.adafactor(1e-2, layer_axes=AXES, min_side=4, momentum=0.9, weight_decay=0.1)
 
 
-def clipped(tx, **options):
-    return optax.chain(jgrad.clip_by_global_norm(0.05, **options), tx)
+def clipped(tx, max_norm=0.05, **options):
+    return optax.chain(jgrad.clip_by_global_norm(max_norm, **options), tx)
 
 
 def watched(tx, **options):
