@@ -35,8 +35,11 @@ Cotangents = list[jax.Array | None]  # None of what is not differentiated
 # By variable of a jaxpr.
 Environment = dict[Any, Any]
 
+# What does the same with each layer of a stack, beside elementwise operations.
+_OF_ALL_LAYERS = {"pcast", "sharding_constraint", "transpose"}
 # Operations through which a call is seen: what they do beside it is done without them.
-_SEEN_THROUGH = {"checkpoint", "jit", "pjit", "remat", "remat2"}
+_JIT = {"jit", "pjit"}
+_SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
 
 
 # ---- the trace ---------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ class TracedLoss:
         closed, result = jax.make_jaxpr(
             lambda leaves: loss(structure.unflatten(leaves), *args), return_shape=True
         )(leaves)
-        if any(map(_hides_call, closed.jaxpr.eqns)):
+        if any(_is_seen_through(eqn, closed.jaxpr) for eqn in closed.jaxpr.eqns):
             closed = jax.make_jaxpr(functools.partial(_seen_through, closed))(leaves)
         self.jaxpr, self.consts, self._paths = closed.jaxpr, closed.consts, trees.paths(params)
         lines = self._lines()
@@ -267,6 +270,13 @@ def _hides_call(equation: Any) -> bool:
     return any(leaves_of_call(eqn) is not None or _hides_call(eqn) for eqn in inner)
 
 
+def _is_seen_through(eqn: Any, jaxpr: Any) -> bool:
+    """Whether it has a call inside; or may cast a stack, or stop its gradient."""
+    name, arguments = eqn.primitive.name, {*jaxpr.invars}
+    reads_argument = any(_is_variable(x) and x in arguments for x in eqn.invars)
+    return name in _SEEN_THROUGH and (_hides_call(eqn) or (name in _JIT and reads_argument))
+
+
 def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a program without `jit` and `checkpoint` around calls."""
     jaxpr = getattr(closed, "jaxpr", closed)
@@ -274,7 +284,7 @@ def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     env = dict(zip(variables, [*getattr(closed, "consts", ()), *arguments], strict=True))
     for eqn in jaxpr.eqns:
         values = [_value(x, env) for x in eqn.invars]
-        if eqn.primitive.name in _SEEN_THROUGH and _hides_call(eqn):
+        if _is_seen_through(eqn, jaxpr):
             results = _seen_through(eqn.params["jaxpr"], values)
         else:
             read = {x: y for x, y in zip(eqn.invars, values, strict=True) if _is_variable(x)}
@@ -314,7 +324,7 @@ def _keeps_layers(eqn: Any) -> bool:
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
         return False
     is_elementwise = not elementwise.mixes(eqn, lambda _: True)
-    return is_elementwise or eqn.primitive.name in ("pcast", "transpose")
+    return is_elementwise or eqn.primitive.name in _OF_ALL_LAYERS
 
 
 def _check_value(result: Any, has_aux: bool) -> None:
