@@ -156,7 +156,9 @@ BRANCH = (
     "step_in_backward: `tx`: `{}` computes a number from all gradients inside a branch, expected it "
     "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
 )
-LARGER = "a larger batch with micro-batches by `jax.lax.map` inside of each block"
+LARGER = (
+    "a larger batch, whose micro-batches are a `jax.lax.map` of a `jax.checkpoint` in each block"
+)
 INSIDE = (
     "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
     "wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for `optax.apply_if_finite`, and "
