@@ -583,6 +583,7 @@ MUTATIONS = [
     Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),
     Mutation("_between_parameters_and_value", "what is read for a log is differentiated", "known & needed", "known", XS),
     Mutation("_call", "a transposed stack has its layers along the first axis", "step.params.get('permutation', range(axis + 1))[axis]", "axis", XS),
+    Mutation("check_call", "anything may be a parameter", "x is not None and not _is_traceable(x)", "False", "tests/backward/test_messages.py"),
     Mutation("_keeps_layers", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
     Mutation("_keeps_layers", "no constraint of a stack is seen", "eqn.primitive.name in X", "eqn.primitive.name in ('pcast', 'transpose')", XS),
     Mutation("_is_seen_through", "a call inside of `checkpoint` is not seen", "_hides_call(eqn) or X", "X", XS),

@@ -247,6 +247,9 @@ FAULTS = {
      "`state` has a leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where `tx.init(params)` "
      f"has a dict; {OF_INIT}",
      lambda: call(state=jgrad.gradient_descent(0.1).init(PARAMS))),
+    "a model with more than arrays": (TypeError, "step_in_backward: `params` at ['act']: 'tanh' of type str, expected a tree of "
+     "arrays, such as `eqx.partition(model, eqx.is_inexact_array)` returns first.",
+     lambda: lambda: jgrad.step_in_backward(adam(), models.loss)({**PARAMS, "act": "tanh"}, ())),
     # Nothing would be left in no stack, which to a transformation are no parameters at all.
     "a bare array": (ValueError, "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of "
      "arrays: put it in one, as in `{'layers': params}`.",
