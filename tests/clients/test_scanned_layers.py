@@ -1,5 +1,7 @@
 """What docs/scanned_layers.md says of haiku; of the other frameworks, tests/guides has it."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,8 @@ def test_haiku():
     assert_trains_as_ordinary(HAIKU)
 
 
-def test_dropout_in_haiku():
+@pytest.mark.parametrize("name", ["layers", None])
+def test_dropout_in_haiku(name):
     """The masks of `layer_stack`, which takes one key more."""
     import haiku as hk
 
@@ -24,12 +27,14 @@ def test_dropout_in_haiku():
         return x + hk.dropout(hk.next_rng_key(), 0.5, hk.Linear(4)(x))
 
     def old(x):
-        return hk.layer_stack(3, name="layers")(block)(x)
+        return hk.layer_stack(3, name=name)(block)(x)
 
     def new(x):
         hk.next_rng_key()
         names = {"hk": hk, "jax": jax, "jgrad": jgrad, "block": block, "x": x}
-        exec(blocks_of(section(SCANNED_LAYERS, HAIKU))[1], names)
+        text = section(SCANNED_LAYERS, HAIKU)
+        (default,) = re.findall(r'`("__.*")`', text)
+        exec(blocks_of(text)[1].replace('"layers"', f'"{name}"' if name else default), names)
         return names["x"]
 
     key, x = jax.random.key(0), jnp.ones((2, 4))

@@ -67,7 +67,6 @@ def test_diff(title):
         assert name not in old
 
 
-@pytest.mark.slow(always=[NNX])
 @pytest.mark.parametrize("title", [LINEN, pytest.param(NNX, marks=needs_as_pure), EQUINOX])
 def test_script(title, standard_promotion):
     assert_trains_as_ordinary(title)
