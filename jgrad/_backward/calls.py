@@ -53,8 +53,8 @@ def check_call(
     arg = ArgLeaves.from_tree(_NAME, "params", params)
     for i, x in enumerate(arg.leaves):
         if x is not None and not _is_traceable(x):
-            remedy = "such as `eqx.partition(model, eqx.is_inexact_array)` returns first"
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected a tree of arrays, {remedy}")
+            remedy = "expected an array, as in `eqx.filter(model, eqx.is_inexact_array)`"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, {remedy}")
     keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
     for name in sorted(keywords.keys() & _argument_names(loss, 1 + len(args))):
         expected = "expected by position, since keywords are for `tx.update`"

@@ -35,8 +35,6 @@ Cotangents = list[jax.Array | None]  # None of what is not differentiated
 # By variable of a jaxpr.
 Environment = dict[Any, Any]
 
-# What does the same with each layer of a stack, beside elementwise operations.
-_OF_ALL_LAYERS = {"pcast", "sharding_constraint", "transpose"}
 # Operations through which a call is seen: what they do beside it is done without them.
 _JIT = {"jit", "pjit"}
 _SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
@@ -324,7 +322,7 @@ def _keeps_layers(eqn: Any) -> bool:
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
         return False
     is_elementwise = not elementwise.mixes(eqn, lambda _: True)
-    return is_elementwise or eqn.primitive.name in _OF_ALL_LAYERS
+    return is_elementwise or eqn.primitive.name in ("pcast", "sharding_constraint", "transpose")
 
 
 def _check_value(result: Any, has_aux: bool) -> None:

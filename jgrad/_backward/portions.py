@@ -28,9 +28,7 @@ _NAME, _INIT = "step_in_backward", "tx.init(params)"
 # so many times as long.
 _MANY = 256
 
-_OF_NNX = (
-    "with flax nnx, pass `nnx.as_pure` of `nnx.state(model, nnx.Param)` and `optimizer.opt_state`"
-)
+_OF_NNX = "in flax nnx, `nnx.as_pure` of `nnx.state(model, nnx.Param)` and `optimizer.opt_state`"
 
 _BLOCKS = (
     "expected the same for each layer, and no 8-bit block with elements of two layers: make {} a "

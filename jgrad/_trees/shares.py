@@ -19,9 +19,7 @@ from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import told, trace_state
 
 _STEP = "step_in_backward"
-IN_PARTS = (
-    "a larger batch, whose micro-batches are a `jax.lax.map` of a `jax.checkpoint` in each block"
-)
+IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
 
 # A function of the library, and which of its numbers it is.
 Key = tuple[str, int]

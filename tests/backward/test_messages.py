@@ -156,9 +156,7 @@ BRANCH = (
     "step_in_backward: `tx`: `{}` computes a number from all gradients inside a branch, expected it "
     "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
 )
-LARGER = (
-    "a larger batch, whose micro-batches are a `jax.lax.map` of a `jax.checkpoint` in each block"
-)
+LARGER = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
 INSIDE = (
     "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
     "wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for `optax.apply_if_finite`, and "
@@ -230,7 +228,7 @@ def test_packed_trees():
 
 
 OF_INIT = (
-    "pass `tx.init(params)`, or what a step made of it; with flax nnx, pass `nnx.as_pure` of "
+    "pass `tx.init(params)`, or what a step made of it; in flax nnx, `nnx.as_pure` of "
     "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`."
 )
 ONE = jnp.ones((3, 2))
@@ -247,8 +245,8 @@ FAULTS = {
      "`state` has a leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where `tx.init(params)` "
      f"has a dict; {OF_INIT}",
      lambda: call(state=jgrad.gradient_descent(0.1).init(PARAMS))),
-    "a model with more than arrays": (TypeError, "step_in_backward: `params` at ['act']: 'tanh' of type str, expected a tree of "
-     "arrays, such as `eqx.partition(model, eqx.is_inexact_array)` returns first.",
+    "a model with more than arrays": (TypeError, "step_in_backward: `params` at ['act']: 'tanh' of type str, expected an array, as in "
+     "`eqx.filter(model, eqx.is_inexact_array)`.",
      lambda: lambda: jgrad.step_in_backward(adam(), models.loss)({**PARAMS, "act": "tanh"}, ())),
     # Nothing would be left in no stack, which to a transformation are no parameters at all.
     "a bare array": (ValueError, "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of "
