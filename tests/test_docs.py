@@ -166,8 +166,8 @@ def test_links_lead_somewhere(name):
     ],
 )
 def test_length(pages, words):
-    """With README twenty-two pages; what was measured is in the notes."""
-    assert len(pages) <= 22
+    """With README twenty-three pages; what was measured is in the notes."""
+    assert len(pages) <= 23
     assert sum(len(page(name).split()) for name in pages) <= words
 
 

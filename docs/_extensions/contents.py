@@ -15,6 +15,7 @@ CONTENTS = {
         "runs",
         "memory",
         "four_bytes",
+        "scanned_layers",
         "packed",
         "devices",
         "trainers",

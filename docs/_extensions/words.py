@@ -96,6 +96,7 @@ NAMES = {
 # By the names of their files, for what is an option of many functions.
 GUIDES = {
     "memory": ("int8", "8bit", "8-bit", "8 bits", "quantized", "quantization", "low memory"),
+    "scanned_layers": ("nnx.scan", "layer_stack", "filter_vmap", "scanned layers"),
     "four_bytes": ("peak memory", "out of memory", "oom"),
     "devices": ("multi gpu", "multi-gpu", "data parallel", "distributed", "pmap", "shard_map"),
     "runs": ("checkpointing", "checkpoints"),

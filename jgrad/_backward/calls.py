@@ -51,6 +51,11 @@ def check_call(
     if jax.tree_util.treedef_is_leaf(structure):
         came, remedy = checks.describe(params), "put it in one, as in `{'layers': params}`"
         raise ValueError(f"{_NAME}: `params`: {came}, expected a tree of arrays: {remedy}.")
+    arg = ArgLeaves.from_tree(_NAME, "params", params)
+    for i, x in enumerate(arg.leaves):
+        if x is not None and not _is_traceable(x):
+            remedy = "expected an array, as in `eqx.filter(model, eqx.is_inexact_array)`"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, {remedy}")
     keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
     for name in sorted(keywords.keys() & _argument_names(loss, 1 + len(args))):
         expected = "expected by position, since keywords are for `tx.update`"

@@ -36,7 +36,8 @@ Cotangents = list[jax.Array | None]  # None of what is not differentiated
 Environment = dict[Any, Any]
 
 # Operations through which a call is seen: what they do beside it is done without them.
-_SEEN_THROUGH = {"checkpoint", "jit", "pjit", "remat", "remat2"}
+_JIT = {"jit", "pjit"}
+_SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
 
 
 # ---- the trace ---------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class TracedLoss:
         closed, result = jax.make_jaxpr(
             lambda leaves: loss(structure.unflatten(leaves), *args), return_shape=True
         )(leaves)
-        if any(map(_hides_call, closed.jaxpr.eqns)):
+        if any(_is_seen_through(eqn, closed.jaxpr) for eqn in closed.jaxpr.eqns):
             closed = jax.make_jaxpr(functools.partial(_seen_through, closed))(leaves)
         self.jaxpr, self.consts, self._paths = closed.jaxpr, closed.consts, trees.paths(params)
         lines = self._lines()
@@ -284,6 +285,13 @@ def _hides_call(equation: Any) -> bool:
     return any(leaves_of_call(eqn) is not None or _hides_call(eqn) for eqn in inner)
 
 
+def _is_seen_through(eqn: Any, jaxpr: Any) -> bool:
+    """Whether it has a call inside; or may cast a stack, or stop its gradient."""
+    name, arguments = eqn.primitive.name, {*jaxpr.invars}
+    reads_argument = any(_is_variable(x) and x in arguments for x in eqn.invars)
+    return name in _SEEN_THROUGH and (_hides_call(eqn) or (name in _JIT and reads_argument))
+
+
 def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a program without `jit` and `checkpoint` around calls."""
     jaxpr = getattr(closed, "jaxpr", closed)
@@ -291,7 +299,7 @@ def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     env = dict(zip(variables, [*getattr(closed, "consts", ()), *arguments], strict=True))
     for eqn in jaxpr.eqns:
         values = [_value(x, env) for x in eqn.invars]
-        if eqn.primitive.name in _SEEN_THROUGH and _hides_call(eqn):
+        if _is_seen_through(eqn, jaxpr):
             results = _seen_through(eqn.params["jaxpr"], values)
         else:
             read = {x: y for x, y in zip(eqn.invars, values, strict=True) if _is_variable(x)}

@@ -28,6 +28,8 @@ _NAME, _INIT = "step_in_backward", "tx.init(params)"
 # so many times as long.
 _MANY = 256
 
+_OF_NNX = "in flax nnx, `nnx.as_pure` of `nnx.state(model, nnx.Param)` and `optimizer.opt_state`"
+
 _BLOCKS = (
     "expected the same for each layer, and no 8-bit block with elements of two layers: make {} a "
     "multiple of 256 elements, or use `layer_axes={}` where the method has it, or `full_precision` "
@@ -234,7 +236,7 @@ class Whole:
             not_packed("state", self._state)
             with telling(stacks={}):
                 made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
-            remedy = f"pass `{_INIT}`, or what a step made of it"
+            remedy = f"pass `{_INIT}`, or what a step made of it; {_OF_NNX}"
             checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
             came = "nothing" if own is None else f"shape {own}"
             where = checks.at(jax.tree_util.keystr(path))

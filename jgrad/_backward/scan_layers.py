@@ -53,7 +53,7 @@ def scan_layers(
     There each leaf of `layers` is one of the parameters, as it is, or cast or transposed as a
     whole. The model may be called in `jax.jit`, `jax.checkpoint`, or `jax.vmap` over its inputs;
     `remat` alone says what is computed again. Inside of a block all of JAX may be used: micro-
-    batches, for example, are a `jax.lax.map` there.
+    batches, for example, are a `jax.lax.map` of a `jax.checkpoint` there.
 
     Args:
       block: a layer of the model, called as `block(layer, carry)`, or with `xs` as

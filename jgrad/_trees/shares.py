@@ -19,6 +19,7 @@ from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import told, trace_state
 
 _STEP = "step_in_backward"
+IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
 
 # A function of the library, and which of its numbers it is.
 Key = tuple[str, int]
@@ -119,7 +120,8 @@ class Share:
             raise ValueError(
                 f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
                 "`jax.jit`; wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for "
-                "`optax.apply_if_finite`, or use the ordinary step."
+                f"`optax.apply_if_finite`, and for `optax.MultiSteps` {IN_PARTS}, or use the "
+                "ordinary step."
             )
         self.foreign = self.foreign or function
 

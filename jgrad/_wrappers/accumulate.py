@@ -229,7 +229,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "use a larger batch, or the ordinary step")
+        shares.refuse(_NAME, f"use {shares.IN_PARTS}, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
         weight = [counter(params).astype(jnp.float32)] if weighted else []
         state = kind(*map(counter, [params] * 3), total, tx.init(params), *weight)

@@ -156,10 +156,11 @@ BRANCH = (
     "step_in_backward: `tx`: `{}` computes a number from all gradients inside a branch, expected it "
     "outside: `branch=False` in `skip_nonfinite`, `every=1` in `watch`."
 )
+LARGER = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
 INSIDE = (
     "step_in_backward: `tx`: `adam` is called inside a branch of another library, or `jax.jit`; "
-    "wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for `optax.apply_if_finite`, or "
-    "use the ordinary step."
+    "wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for `optax.apply_if_finite`, and "
+    f"for `optax.MultiSteps` {LARGER}, or use the ordinary step."
 )
 
 
@@ -188,7 +189,7 @@ OF_TX = {
     "numbers of some steps": (lambda: jgrad.watch(adam(), every=2, layer_axes=models.AXES), {},
      BRANCH.format("watch")),
     "accumulate": (lambda: jgrad.accumulate(adam(), 2), {},
-     at_once("accumulate", "use a larger batch, or the ordinary step")),
+     at_once("accumulate", f"use {LARGER}, or the ordinary step")),
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
     "offload": (lambda: jgrad.offload(adam()), {}, at_once("offload", "use the ordinary step")),
     "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
@@ -226,6 +227,10 @@ def test_packed_trees():
     assert_error(ValueError, message.format("state"), call(state=adam().init(packed)))
 
 
+OF_INIT = (
+    "pass `tx.init(params)`, or what a step made of it; in flax nnx, `nnx.as_pure` of "
+    "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`."
+)
 ONE = jnp.ones((3, 2))
 FAULTS = {
     "no other results": (TypeError, "step_in_backward: `loss` returns an array, expected `(value, aux)`, as "
@@ -238,8 +243,11 @@ FAULTS = {
      "as `tx.init(params)` has it.", lambda: call(state=adam().init({**PARAMS, "first": jnp.ones((2, 16))}))),
     "another method": (ValueError, "step_in_backward: `state` does not have the structure of `tx.init(params)`: "
      "`state` has a leaf at .mw where `tx.init(params)` has a dict; `state` has a leaf at .vw where `tx.init(params)` "
-     "has a dict; pass `tx.init(params)`, or what a step made of it.",
+     f"has a dict; {OF_INIT}",
      lambda: call(state=jgrad.gradient_descent(0.1).init(PARAMS))),
+    "a model with more than arrays": (TypeError, "step_in_backward: `params` at ['act']: 'tanh' of type str, expected an array, as in "
+     "`eqx.filter(model, eqx.is_inexact_array)`.",
+     lambda: lambda: jgrad.step_in_backward(adam(), models.loss)({**PARAMS, "act": "tanh"}, ())),
     # Nothing would be left in no stack, which to a transformation are no parameters at all.
     "a bare array": (ValueError, "step_in_backward: `params`: an array of float32 and shape (3, 2), expected a tree of "
      "arrays: put it in one, as in `{'layers': params}`.",
@@ -257,15 +265,17 @@ def test_a_state_of_an_nnx_optimizer():
     """It holds variables in the place of arrays."""
     model = nnx.Dict({name: nnx.Param(x) for name, x in FLAT.items()})
     state = nnx.Optimizer(model, adam(), wrt=nnx.Param).opt_state
+    params, loss = nnx.state(model), lambda p, x: scan({"layers": p})
     assert_error(
         ValueError,
         "step_in_backward: `state` does not have the structure of `tx.init(params)`: `state` has an "
         "OptArray at .step where `tx.init(params)` has a leaf; `state` has an OptVariable at "
         ".mw['last'] where `tx.init(params)` has a Param; `state` has an OptVariable at .mw['up'] "
-        "where `tx.init(params)` has a Param (and 2 more); pass `tx.init(params)`, or what a step "
-        "made of it.",
-        call(loss=lambda p, x: scan({"layers": p}), params=nnx.state(model), state=state),
+        f"where `tx.init(params)` has a Param (and 2 more); {OF_INIT}",
+        call(loss=loss, params=params, state=state),
     )
+    if hasattr(nnx, "as_pure"):  # the remedy
+        call(loss=loss, params=nnx.as_pure(params), state=nnx.as_pure(state))()
 
 
 # ---- keywords ------------------------------------------------------------------------------------

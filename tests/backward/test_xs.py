@@ -270,6 +270,17 @@ def in_half(p, x, *rest):
     return mean(y).astype(x.dtype)
 
 
+def half_in_jit(p, x):
+    """And frozen there, in a norm by which the loss is multiplied."""
+
+    @jax.jit
+    def halve(p):
+        return jax.tree.map(lambda w: 0.5 * w, p), optax.tree.norm(jax.lax.stop_gradient(p))
+
+    half, norm = halve(p)
+    return norm * mean(model(half, x))
+
+
 def with_norms(p, x):
     half = jax.tree.map(lambda w: 0.5 * w, p)
     return mean(model(half, x)), {"norm": optax.tree.norm(p), "of half": optax.tree.norm(half)}
@@ -299,6 +310,7 @@ AROUND = {
         jax.jit(jax.checkpoint(lambda p, x: jax.vmap(lambda row: JITTED(p, row))(x)))(p, x)
     ),
     "cast": in_half,
+    "cast in jit": half_in_jit,
     "norms": with_norms,
     "penalty": penalised,
     "frozen layers": lambda p, x: mean(model(p | {"a": jax.lax.stop_gradient(p["a"])}, x)),
@@ -313,7 +325,7 @@ AROUND = {
 }
 
 
-@pytest.mark.slow(always=["vmap of dropout", "all", "norms"])
+@pytest.mark.slow(always=["vmap of dropout", "all", "cast in jit", "norms"])
 @pytest.mark.parametrize("name", AROUND)
 def test_calls_around(x64, name):
     p = {name: x for name, x in params().items() if name in ("a", "first", "last")}
@@ -422,7 +434,7 @@ def test_in_shard_map(x64, check_vma):
 @pytest.mark.slow(always=["Auto"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_sharded_leaves(x64, kind):
-    """A layer is sharded along its own axis, wherever that of the layers is."""
+    """A layer is sharded along its own axis, wherever that of the layers is; or is constrained."""
     p, x, keys = of_all()
     specs = {
         "a": {"up": P("d"), "down": P(None, None, "d")},
@@ -439,10 +451,9 @@ def test_sharded_leaves(x64, kind):
         return of_value(p, x) + jnp.sum(ys)
 
     def on_mesh(p, x, keys):
-        is_explicit = kind == "Explicit"
-        return loss(
-            p, x, keys, (lambda w: jax.sharding.reshard(w, P())) if is_explicit else lambda w: w
-        )
+        if kind == "Explicit":
+            return loss(p, x, keys, lambda w: jax.sharding.reshard(w, P()))
+        return loss(p | {"a": jax.lax.with_sharding_constraint(p["a"], specs["a"])}, x, keys)
 
     expected = jitted(models.ordinary(TX, loss))(p, TX.init(p), x, keys)
     with jax.set_mesh(mesh):

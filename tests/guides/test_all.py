@@ -9,12 +9,16 @@ from tests.guides import (
     test_memory,
     test_methods,
     test_runs,
+    test_scanned_layers,
     test_trainers,
 )
 from tests.guides.entries import ENTRIES, README
 from tests.support.pages import GUIDES, NOTES, blocks
 
-FILES = test_choose, test_first_training, test_memory, test_methods, test_runs, test_trainers
+FILES = (
+    *(test_choose, test_first_training, test_memory, test_methods, test_runs),
+    *(test_scanned_layers, test_trainers),
+)
 
 
 def test_each_page_is_in_one_file():

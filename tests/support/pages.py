@@ -19,7 +19,12 @@ def page(name):
 
 def blocks(name, language="python"):
     """The blocks of a language, those in lists too."""
-    fenced = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", page(name), re.DOTALL | re.MULTILINE)
+    return blocks_of(page(name), language)
+
+
+def blocks_of(text, language="python"):
+    """Those of a part of a page."""
+    fenced = re.findall(rf"^( *)```{language}\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE)
     return [textwrap.dedent(text) for _, text in fenced]
 
 
