@@ -214,7 +214,7 @@ def _iterated_by_gram(
     one = jnp.eye(x.shape[-2], dtype=x.dtype).reshape((1,) * (x.ndim - 2) + 2 * (x.shape[-2],))
     for start in range(0, len(triples), _TOGETHER):
         together = triples[start : start + _TOGETHER]
-        r = product(x, x, adjoint_y=True)
+        r, q = product(x, x, adjoint_y=True), one
         for i, (a, b, c) in enumerate(together):
             z = a * one + b * r + c * product(r, r)
             q = z if i == 0 else product(z, q)
