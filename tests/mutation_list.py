@@ -499,6 +499,8 @@ MUTATIONS = [
     # ---- Muon
     Mutation("newton_schulz._normalized", "muon: squares that overflow", "numerics.scaled(X, 1 / scale)", "X", "tests/muon/test_muon_edges.py"),
     Mutation("newton_schulz._in_chunks", "muon: chunks are written to the first", "jax.lax.dynamic_update_slice_in_dim(X, Y, Z * _, 0)", "jax.lax.dynamic_update_slice_in_dim(X, Y, 0 * Z, 0)", "tests/muon/test_newton_schulz.py"),
+    Mutation("newton_schulz._iterated_by_gram", "muon: the Gram matrix of X is not that of Z X", "product(product(z, r), z)", "product(z, r)", "tests/muon/test_newton_schulz.py -k exact"),
+    Mutation("newton_schulz._chunk", "muon: no step is one of the Gram matrix", "by_gram and X", "False", "tests/muon/test_newton_schulz.py -k operations"),
     Mutation("newton_schulz._normalized", "muon: the norm of the whole stack", "jnp.sum(X, axis=(1, 2))", "jnp.sum(X)", "tests/muon/test_newton_schulz.py"),
     Mutation("newton_schulz._in_chunks", "muon: the last chunk is left out", "-(-count // length)", "count // length", "tests/muon/test_newton_schulz.py"),
     Mutation("numerics.product", "muon: no conjugate", "y.conj() if _ else y", "y", "tests/muon/test_muon.py"),

@@ -52,6 +52,51 @@ def test_singular_values(coefficients):
     np.testing.assert_allclose(values, np.diag(np.diag(values)), atol=1e-5)
 
 
+def spectra(rng, rows, columns):
+    """Random, of low rank beside noise, and singular values that decay by a million."""
+    left, _ = np.linalg.qr(rng.normal(size=(rows, rows)))
+    right, _ = np.linalg.qr(rng.normal(size=(columns, rows)))
+    low = rng.normal(size=(rows, 4)) @ rng.normal(size=(4, columns))
+    yield rng.normal(size=(rows, columns))
+    yield low + 1e-3 * rng.normal(size=(rows, columns))
+    yield (left * np.logspace(0, -6, rows)) @ right.T
+
+
+def of_paper(x, coefficients):
+    """X <- a X + (b A + c A A) X with A = X X^T, in the dtype of x."""
+    x = x / np.asarray(np.linalg.norm(x) * coefficients.divisor, x.dtype)
+    for a, b, c in np.asarray(coefficients.triples, x.dtype):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("columns", [24, 47, 48, 96])
+@pytest.mark.parametrize("coefficients", ["jordan", "polar_express", "deepseek_v4"])
+def test_as_exact_as_step_by_step(coefficients, columns):
+    """Wide matrices, whose steps are those of the Gram matrix, lose no more bits than others."""
+    named = COEFFICIENTS[coefficients]
+    for x in spectra(np.random.default_rng(0), 24, columns):
+        expected, plain = of_paper(x, named), of_paper(x.astype(np.float32), named)
+        found = jgrad.orthogonalize(jnp.asarray(x, jnp.float32), coefficients=coefficients)
+        lost = [np.linalg.norm(y - expected) for y in (np.asarray(found, np.float64), plain)]
+        assert lost[0] <= 4 * max(lost[1], 1e-6 * np.linalg.norm(expected))
+
+
+def test_operations():
+    """Of a wide matrix, beside those of five steps; one that is nearly square goes step by step."""
+
+    def operations(rows, columns):
+        x = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+        compiled = jax.jit(jgrad.orthogonalize).lower(x).compile()
+        turns = 5 if "while(" in compiled.as_text() else 1  # XLA counts those of a loop once
+        return turns * compiled.cost_analysis()["flops"] / (20 * rows**2 * columns + 10 * rows**3)
+
+    assert 1.0 < operations(64, 127) < 1.1
+    assert operations(64, 128) < 0.9
+    assert operations(64, 512) < 0.6
+
+
 @pytest.mark.parametrize("exponent", [-118, -60, 0, 60, 124])
 def test_every_scale(exponent):
     """A power of two of X has the same X, to the rounding of the norm."""
@@ -116,11 +161,11 @@ def test_a_matrix_that_is_not_finite_spoils_no_other():
 )
 @pytest.mark.parametrize("count", [8, 64])
 def test_temporaries_are_bounded_in_bytes(count):
-    """At most 2.5 chunks beside the stack and the result: results are written where they were read."""
+    """2.5 chunks and a few numbers beside the stack: results are written where they were read."""
     x = jax.ShapeDtypeStruct((count, 256, 1024), jnp.float32)
     used = jax.jit(stacked).lower(x).compile().memory_analysis().temp_size_in_bytes
     matrix = 256 * 1024 * 4
-    assert used <= 2.5 * matrix  # a chunk is one matrix
+    assert used <= 2.5 * matrix + 1024  # a chunk is one matrix
 
 
 ONE_EACH = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples (a, b, c), one for each step."
