@@ -584,7 +584,7 @@ MUTATIONS = [
     Mutation("Share.shape", "masks see one layer", "jax.ShapeDtypeStruct(whole.shape, X)", "own", BACKWARD),
     Mutation("ShareUpdate.numbers_read", "a state of one layer", "any(X)", "False", BACKWARD),
     Mutation("SavedCall._forward", "weights are stored as activations", "isinstance(y, jax.core.Tracer) and id(y) not in known", "isinstance(y, jax.core.Tracer)", XS + " tests/accelerators"),
-    Mutation("SavedCall.__init__", "frozen arrays of layers are differentiated", "[*A, *B, *C, *(X for x in call.xs)]", "[*A, *B, *C, *map(_is_floating, call.xs)]", XS),
+    Mutation("SavedCall.__init__", "frozen arrays of layers are differentiated", "[*A, *B, *C, *(X for x in call.xs)]", "[*A, *B, *C, *map(is_floating, call.xs)]", XS),
     Mutation("SavedCall.pull", "gradients of `xs` are those of the first layer", "jax.lax.dynamic_update_index_in_dim(x, y, i, 0)", "jax.lax.dynamic_update_index_in_dim(x, y, 0, 0)", XS),
     Mutation("SavedCall.pull", "`ys` have cotangents of the first layer", "[at(x) for x in ys if x is not None]", "[x[0] for x in ys if x is not None]", XS),
     Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),

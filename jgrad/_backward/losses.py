@@ -1,23 +1,19 @@
-"""A loss, cut where it calls `scan_layers`: each piece between two calls has a vjp of its own.
+"""A loss as a program in which calls of `scan_layers` are known: what is read where.
 
 The loss is traced once. In its jaxpr a call of `scan_layers` is a scan in a scope of that name, and
-what stands between two of them is a piece. In the forward pass each piece runs under `jax.vjp`, and
-a scan keeps what the backward pass of its layers reads. In the backward pass, nothing but
-cotangents stands between the pieces and the loops over layers, so that a loop may take the weights
-of its layers and return new ones, which is not possible inside of anything that JAX differentiates.
+what stands between two of them is a piece.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import elementwise, numerics
-from jgrad._backward.portions import Cut
+from jgrad._arithmetic import elementwise
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, trees
 from jgrad._trees.forms import in_short
@@ -38,9 +34,6 @@ Environment = dict[Any, Any]
 # Operations through which a call is seen: what they do beside it is done without them.
 _JIT = {"jit", "pjit"}
 _SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
-
-
-# ---- the trace ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,7 +141,7 @@ class TracedLoss:
         lines = []
         for eqn in self.jaxpr.eqns:
             call = None if leaves_of_call(eqn) is None else self._call(eqn, made_by)
-            reads = [x for x in (call.operands if call else eqn.invars) if _is_variable(x)]
+            reads = [x for x in (call.operands if call else eqn.invars) if is_variable(x)]
             lines.append(_Line(reads, eqn.outvars, eqn, call))
             made_by |= dict.fromkeys(eqn.outvars, eqn)
         return lines
@@ -169,7 +162,7 @@ class TracedLoss:
             chain: list[Any] = []
             while x in made_by and _keeps_layers(made_by[x]):
                 chain.insert(0, made_by[x])
-                (x,) = (y for y in made_by[x].invars if _is_variable(y))
+                (x,) = (y for y in made_by[x].invars if is_variable(y))
             if x not in inputs:
                 self._refuse_changed(x, made_by)
             axis = 0
@@ -195,7 +188,7 @@ class TracedLoss:
     def _as_read(self, chain: Sequence[Any], x: Any, layer: jax.Array) -> jax.Array:
         """A layer as operations on its stack make it, without the axis of layers."""
         if chain:
-            program = _program(self.jaxpr, chain, [x], chain[-1].outvars)
+            program = program_of(self.jaxpr, chain, [x], chain[-1].outvars)
             (layer,) = core.eval_jaxpr(program, (), layer)
         return jax.lax.squeeze(layer, (0,))
 
@@ -204,7 +197,7 @@ class TracedLoss:
         found = {x}
         for eqn in reversed(self.jaxpr.eqns):
             if found.intersection(eqn.outvars):
-                found.update(y for y in eqn.invars if _is_variable(y))
+                found.update(y for y in eqn.invars if is_variable(y))
         paths = [path for path, y in zip(self._paths, self.jaxpr.invars, strict=True) if y in found]
         came, remedy = f"{in_short(x.aval)} outside of `params`", "pass what is not updated as `xs`"
         if paths:
@@ -215,15 +208,15 @@ class TracedLoss:
 
     def _between_parameters_and_value(self, lines: Sequence[_Line]) -> set[Any]:
         """The floating variables that depend on parameters, and on which the value depends."""
-        known = set(filter(_is_floating, self.jaxpr.invars))
+        known = set(filter(is_floating, self.jaxpr.invars))
         lines = [line for line in lines if line.equation.primitive.name != "stop_gradient"]
         for line in lines:
             if not known.isdisjoint(line.reads):
-                known.update(filter(_is_floating, line.makes))
-        needed = {x for x in self.jaxpr.outvars[:1] if _is_variable(x)}
+                known.update(filter(is_floating, line.makes))
+        needed = {x for x in self.jaxpr.outvars[:1] if is_variable(x)}
         for line in reversed(lines):
             if not needed.isdisjoint(line.makes):
-                needed.update(filter(_is_floating, line.reads))
+                needed.update(filter(is_floating, line.reads))
         return known & needed
 
     def _check_stacks(self, lines: Sequence[_Line]) -> None:
@@ -262,7 +255,7 @@ class TracedLoss:
 
     def _alive(self, lines: Sequence[_Line]) -> list[_Line]:
         """Those that are calls, have effects, or make something that is read."""
-        read = {x for x in self.jaxpr.outvars if _is_variable(x)}
+        read = {x for x in self.jaxpr.outvars if is_variable(x)}
         alive = []
         for line in reversed(lines):
             if line.call or line.equation.effects or not read.isdisjoint(line.makes):
@@ -288,7 +281,7 @@ def _hides_call(equation: Any) -> bool:
 def _is_seen_through(eqn: Any, jaxpr: Any) -> bool:
     """Whether it has a call inside; or may cast a stack, or stop its gradient."""
     name, arguments = eqn.primitive.name, {*jaxpr.invars}
-    reads_argument = any(_is_variable(x) and x in arguments for x in eqn.invars)
+    reads_argument = any(is_variable(x) and x in arguments for x in eqn.invars)
     return name in _SEEN_THROUGH and (_hides_call(eqn) or (name in _JIT and reads_argument))
 
 
@@ -298,18 +291,20 @@ def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     variables = [*jaxpr.constvars, *jaxpr.invars]
     env = dict(zip(variables, [*getattr(closed, "consts", ()), *arguments], strict=True))
     for eqn in jaxpr.eqns:
-        values = [_value(x, env) for x in eqn.invars]
+        values = [value_of(x, env) for x in eqn.invars]
         if _is_seen_through(eqn, jaxpr):
             results = _seen_through(eqn.params["jaxpr"], values)
         else:
-            read = {x: y for x, y in zip(eqn.invars, values, strict=True) if _is_variable(x)}
-            program = _program(jaxpr, [eqn], [*read], eqn.outvars)
+            read = {x: y for x, y in zip(eqn.invars, values, strict=True) if is_variable(x)}
+            program = program_of(jaxpr, [eqn], [*read], eqn.outvars)
             results = core.eval_jaxpr(program, (), *read.values())
         env |= dict(zip(eqn.outvars, results, strict=True))
-    return [_value(x, env) for x in jaxpr.outvars]
+    return [value_of(x, env) for x in jaxpr.outvars]
 
 
-def _program(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any]) -> Any:
+def program_of(
+    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any]
+) -> Any:
     """Some equations of a jaxpr, as one."""
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(results)}
     return jaxpr.replace(
@@ -321,21 +316,21 @@ def _program(jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], results: Se
     )
 
 
-def _value(x: Any, env: Environment) -> Any:
-    return env[x] if _is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
+def value_of(x: Any, env: Environment) -> Any:
+    return env[x] if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
 
-def _is_variable(x: Any) -> bool:
+def is_variable(x: Any) -> bool:
     return not isinstance(x, core.Literal)
 
 
-def _is_floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
     return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
 
 
 def _keeps_layers(eqn: Any) -> bool:
     """Whether an operation does the same with each layer of one array."""
-    arrays = [x for x in eqn.invars if _is_variable(x)]
+    arrays = [x for x in eqn.invars if is_variable(x)]
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
         return False
     is_elementwise = not elementwise.mixes(eqn, lambda _: True)
@@ -360,220 +355,3 @@ def _check_value(result: Any, has_aux: bool) -> None:
 def _flat(tree: PyTree) -> tuple[Arrays, Structure]:
     leaves, structure = jax.tree.flatten(tree)
     return leaves, structure
-
-
-# ---- forward and backward ----------------------------------------------------------------------
-
-
-class Flow(NamedTuple):
-    """Cotangents that go backwards over layers.
-
-    Attributes:
-      others: of what blocks read beside, added up.
-      carry: behind a layer.
-      xs: of those of all layers.
-    """
-
-    others: Cotangents
-    carry: Cotangents
-    xs: Cotangents
-
-
-class SavedCall:
-    """A call after its forward pass: what its backward pass reads.
-
-    Attributes:
-      results: the carry behind the layers, and all ys.
-    """
-
-    def __init__(self, call: ScanCall, env: Environment, differentiable: set[Any]) -> None:
-        """Runs the layers; `env` has the operands."""
-        self._call, operands = call, [_value(x, env) for x in call.operands]
-        self._others, carry, stacks, self._xs = call.parts(operands)
-        self._varied = [
-            *(x in differentiable for x in call.others),
-            *map(_is_floating, call.carry),
-            *map(_is_floating, call.stacks),
-            *(x in differentiable for x in call.xs),
-        ]
-        self._pulled = [*map(_is_floating, call.after), *(x in differentiable for x in call.ys)]
-        self._form: Any = None
-        given = jnp.arange(call.count), self._xs
-        turn = functools.partial(self._forward, stacks)
-        after, (ys, self._stored) = jax.lax.scan(turn, carry, given)
-        self.results = [*after, *ys]
-
-    def _forward(self, stacks: Arrays, carry: Arrays, given: tuple[Any, Arrays]) -> Any:
-        """A layer: the carry behind it, its ys, and what is stored of it."""
-        i, x = given
-        ones = [Cut(k, 1).out_of(w, i) for k, w in zip(self._call.axes, stacks, strict=True)]
-        operands = [*self._others, *carry, *self._layer(ones), *x]
-        fixed = _of(operands, self._varied, False)
-
-        def of_varied(varied: Arrays) -> tuple[Arrays, Arrays]:
-            results = self._call.body(_merged(self._varied, varied, fixed))
-            return _of(results, self._pulled, True), _of(results, self._pulled, False)
-
-        pulled, pull, kept = jax.vjp(of_varied, _of(operands, self._varied, True), has_aux=True)
-        results = _merged(self._pulled, pulled, kept)
-        # The arrays of the vjp are operands, but for the carry, or stored, or known to all layers.
-        arrays, structure = _flat(pull)
-        of_carry = range(len(self._others), len(self._others) + len(carry))
-        known = {id(y): k for k, y in enumerate(operands) if k not in of_carry}
-        stored: Arrays = []
-        for y in arrays:
-            if isinstance(y, jax.core.Tracer) and id(y) not in known:
-                known[id(y)] = len(operands) + len(stored)
-                stored.append(y)
-        self._form = structure, [known.get(id(y), y) for y in arrays]
-        return results[: len(carry)], (results[len(carry) :], stored)
-
-    def _layer(self, ones: Arrays) -> Arrays:
-        return [f(one) for f, one in zip(self._call.as_read, ones, strict=True)]
-
-    def begin(self, after: Cotangents) -> Flow:
-        """Cotangents behind the last layer."""
-        others, _, _, xs = self._call.parts(self._varied)
-        zeros = [
-            [numerics.zeros_like(x) if use else None for x, use in zip(arrays, varied, strict=True)]
-            for arrays, varied in ((self._others, others), (self._xs, xs))
-        ]
-        return Flow(zeros[0], after, zeros[1])
-
-    def pull(
-        self, ys: Cotangents, i: jax.Array, ones: Arrays, flow: Flow
-    ) -> tuple[Cotangents, Flow]:
-        """Gradients of layer `i`, which is given as a stack of one, and what is in front of it.
-
-        Args:
-          ys: cotangents of all ys.
-          i: the number of the layer.
-          ones: its weights.
-          flow: behind it.
-        """
-
-        def at(x: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
-
-        call, (structure, sources) = self._call, self._form
-        carries = [None] * len(call.carry)
-        operands = [*self._others, *carries, *self._layer(ones), *map(at, self._xs)]
-        arrays = [*operands, *map(at, self._stored)]
-        pull = structure.unflatten([arrays[k] if isinstance(k, int) else k for k in sources])
-        behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
-        (varied,) = pull(behind)
-        new = _merged(self._varied, varied, [None] * len(operands))
-        of_others, before, of_layer, of_x = call.parts(new)
-        gradients = [
-            None if g is None else jax.vjp(f, one)[1](g)[0]
-            for f, one, g in zip(call.as_read, ones, of_layer, strict=True)
-        ]
-        others = [x if y is None else x + y for x, y in zip(flow.others, of_others, strict=True)]
-        xs = [
-            x if y is None else jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
-            for x, y in zip(flow.xs, of_x, strict=True)
-        ]
-        return gradients, Flow(others, before, xs)
-
-
-# Gradients of a layer and the flow in front of it: see `SavedCall.pull`.
-Pull = Callable[[jax.Array, Arrays, Flow], tuple[Cotangents, Flow]]
-# (number of a call, gradients of leaves that have them early, its pull, the flow behind it) -> the
-# flow in front of it
-Visit = Callable[[int, Cotangents, Pull, Flow], Flow]
-
-
-class _Piece(NamedTuple):
-    """What stands between two calls: its vjp, and the variables of its arguments and results."""
-
-    pull: Callable[[Cotangents], tuple[Arrays]]
-    arguments: list[Any]
-    results: list[Any]
-
-
-class Forward:
-    """The forward pass of a loss, and what its backward pass reads.
-
-    Attributes:
-      result: what the loss returned.
-    """
-
-    def __init__(self, loss: TracedLoss, leaves: Arrays) -> None:
-        self._loss, self._env = loss, dict(zip(loss.jaxpr.constvars, loss.consts, strict=True))
-        self._env |= dict(zip(loss.jaxpr.invars, leaves, strict=True))
-        self._saved: list[SavedCall] = []
-        self._pieces: list[_Piece] = []
-        start = 0
-        for end, line in enumerate(loss.lines):
-            if line.call is not None:
-                self._run(start, end)
-                saved = SavedCall(line.call, self._env, loss.differentiable)
-                self._env |= dict(zip(line.makes, saved.results, strict=True))
-                self._saved.append(saved)
-                start = end + 1
-        self._run(start, len(loss.lines))
-        self.result = loss.form.unflatten(_value(x, self._env) for x in loss.jaxpr.outvars)
-
-    def _run(self, start: int, end: int) -> None:
-        """A piece, whose results that are differentiated have a vjp."""
-        loss, lines = self._loss, self._loss.lines
-        later = {x for line in lines[end:] for x in line.reads}
-        later.update(filter(_is_variable, loss.jaxpr.outvars))
-        made = {x: None for line in lines[start:end] for x in line.makes}
-        read = {x: None for line in lines[start:end] for x in line.reads if x not in made}
-        varied = [x for x in read if x in loss.differentiable - loss.stacks]
-        fixed = [x for x in read if x not in varied]
-        results = [x for x in made if x in later and x in loss.differentiable]
-        others = [x for x in made if x in later and x not in loss.differentiable]
-        eqns = [line.equation for line in lines[start:end]]
-        piece = _program(loss.jaxpr, eqns, [*varied, *fixed], [*results, *others])
-
-        def run(arrays: Arrays) -> tuple[Arrays, Arrays]:
-            new = core.eval_jaxpr(piece, (), *arrays, *(self._env[x] for x in fixed))
-            return new[: len(results)], new[len(results) :]
-
-        new, pull, rest = jax.vjp(run, [self._env[x] for x in varied], has_aux=True)
-        self._env |= dict(zip([*results, *others], [*new, *rest], strict=True))
-        self._pieces.append(_Piece(pull, varied, results))
-
-    def backward(self, visit: Visit) -> Cotangents:
-        """The gradients of all leaves that no call was given, and None; `visit` sees each call."""
-        cotangents, inputs = Environment(), self._loss.jaxpr.invars
-        differentiable = self._loss.differentiable - self._loss.stacks
-
-        def add(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
-            for x, new in zip(variables, arrays, strict=True):
-                if new is not None and _is_variable(x) and x in differentiable:
-                    cotangents[x] = cotangents[x] + new if x in cotangents else new
-
-        def of(variables: Iterable[Any], *, is_carry: bool = False) -> Cotangents:
-            return [
-                (cotangents.pop(x) if x in cotangents else numerics.zeros_like(self._env[x]))
-                if (_is_floating(x) if is_carry else x in differentiable)
-                else None
-                for x in variables
-            ]
-
-        value = self._loss.jaxpr.outvars[0]
-        add([value], [numerics.zeros_like(_value(value, self._env)) + 1])
-        for i in range(len(self._saved), -1, -1):
-            piece = self._pieces[i]
-            add(piece.arguments, *piece.pull(of(piece.results)))
-            if i:
-                call, saved = self._loss.calls[i - 1], self._saved[i - 1]
-                pull = functools.partial(saved.pull, of(call.ys))
-                early = [cotangents.pop(inputs[k]) for k in self._loss.early[i - 1]]
-                flow = visit(i - 1, early, pull, saved.begin(of(call.after, is_carry=True)))
-                for variables, arrays in zip((call.others, call.carry, call.xs), flow, strict=True):
-                    add(variables, arrays)
-        return [cotangents.get(x) for x in inputs]
-
-
-def _of(values: Sequence[Any], choice: Sequence[bool], chosen: bool) -> list[Any]:
-    return [x for x, use in zip(values, choice, strict=True) if use == chosen]
-
-
-def _merged(choice: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The reverse of `_of`, of both."""
-    given = {True: iter(chosen), False: iter(others)}
-    return [next(given[use]) for use in choice]

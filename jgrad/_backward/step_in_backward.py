@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgrad._arithmetic import numerics
 from jgrad._backward import calls
 from jgrad._backward.calls import OfGradients
-from jgrad._backward.losses import Cotangents, Flow, Forward, Pull, TracedLoss
+from jgrad._backward.losses import Cotangents, TracedLoss
+from jgrad._backward.passes import Flow, Forward, Pull
 from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
