@@ -149,6 +149,7 @@ def test_names_of_other_libraries(name):
         ("muon", "b2", "`adam_beta2`"),
         ("muon", "beta", "`momentum`"),
         ("accumulate", "weights", "`weight`"),
+        ("adam", "weights", "`weight`"),
         ("skip_spikes", "losses", "`loss`"),
     ],
 )

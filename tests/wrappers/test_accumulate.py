@@ -165,7 +165,7 @@ NOT_THE_FIRST_COUNTER = {
 }
 
 
-@pytest.mark.slow(always=["parameters", "parameters of optax"])
+@pytest.mark.slow(always=["losses of optax", "parameters of optax"])
 @pytest.mark.parametrize("inner", NOT_THE_FIRST_COUNTER.values(), ids=NOT_THE_FIRST_COUNTER)
 def test_the_first_counter_may_count_something_else(inner, standard_promotion):
     """Windows grow by the updates of the method, and a window without any mini-batch is none."""
