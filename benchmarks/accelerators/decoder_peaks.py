@@ -75,7 +75,7 @@ def peak(target: str, case: Case, form: str) -> float:
     """Bytes per parameter: weights, state, a batch, and what lives beside them."""
     recipe, model = case.recipe, case.model(case.recipe.dtype)
     state = jax.eval_shape(recipe.make().init, model.params)
-    tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH + 1), jnp.int32)  # inputs and targets
     args = on_one_device(TARGETS[target], (model.params, state, tokens))
     jax.clear_caches()
     step = step_of(recipe, form, model.loss)
