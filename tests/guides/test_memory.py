@@ -5,6 +5,8 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import jgrad
@@ -98,6 +100,17 @@ def state_of_flax(names, printed):
 
 
 @after(FOUR_BYTES, 0)
+@after(FOUR_BYTES, 1, 0)
+def a_head_in_slices(names, printed):
+    """Its cross-entropy is that of the whole head."""
+    rng = np.random.default_rng(0)
+    head, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 8, 5), (6, 8)))
+    targets = jnp.asarray([0, 19, 7, 4, 4, 11])
+    logits = x @ jnp.concatenate([*head], axis=-1)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    assert names["cross_entropy"](head, x, targets) == pytest.approx(float(expected), rel=1e-5)
+
+
 @after(FOUR_BYTES, 2, 0, slow=True)
 def four_bytes(names, printed):
     """Weights and state have four bytes per parameter, and the loss falls, by either form."""
