@@ -99,7 +99,6 @@ def state_of_flax(names, printed):
     assert not names["account"].zero
 
 
-@after(FOUR_BYTES, 0)
 @after(FOUR_BYTES, 1, 0)
 def a_head_in_slices(names, printed):
     """Its cross-entropy is that of the whole head."""
@@ -111,6 +110,7 @@ def a_head_in_slices(names, printed):
     assert names["cross_entropy"](head, x, targets) == pytest.approx(float(expected), rel=1e-5)
 
 
+@after(FOUR_BYTES, 0)
 @after(FOUR_BYTES, 2, 0, slow=True)
 def four_bytes(names, printed):
     """Weights and state have four bytes per parameter, and the loss falls, by either form."""
