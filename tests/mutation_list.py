@@ -70,6 +70,7 @@ MUTATIONS = [
     Mutation("_is_on_one_device", "a leaf of which JAX says nothing is whole", "getattr(_, 'num_devices', None)", "getattr(context, 'num_devices', 1)", "tests/test_unpromised.py"),
     Mutation("blocks_of_variables", "a variable of an array in 8 bits", "is_box(X) and isinstance(_, (Blocks, Factors))", "False", VARIABLES),
     Mutation("variables._names_of_part", "scales are sharded as codes", "X if _ == _ else None", "X", "tests/trees/test_variables.py"),
+    Mutation("variables._names_of_both", "rows have a name less than the array", "_ if X is None else X", "X", "tests/trees/test_variables.py"),
     Mutation("leaves_with_paths", "the array of a variable has a path of its own", "(*path, *inner[1:])", "(*path, *inner)", "tests/trees/test_variables.py"),
     Mutation("named_leaves", "variables are subtrees", "name if _ else path", "path", "tests/states/test_variables.py"),
     Mutation("named_leaves", "what a tree in a variable has loses a key", "name == path[:-1]", "True", "tests/states/test_variables.py"),
