@@ -615,6 +615,7 @@ MUTATIONS = [
     Mutation("check_call", "a name that the loss has is no keyword of tx", "1 + len(args)", "0", BACKWARD + "/test_messages.py -k keyword"),
     Mutation("_unread", "keywords that nobody reads", "not any(jax.tree.leaves(_))", "False", BACKWARD + "/test_messages.py -k keywords"),
     Mutation("_unread", "Python may not look at a keyword", "_ASKS_PYTHON", "()", BACKWARD + "/test_messages.py -k keywords"),
+    Mutation("Whole._init", "what init was told before is taken for this", "functools.partial(X)", "X", BACKWARD + "/test_per_layer.py"),
     Mutation("Whole._position", "a state of other nodes", "checks.same_structure(_NAME, 'state', X, Y, made, remedy=remedy)", "None", BACKWARD + "/test_messages.py -k nnx"),
     Mutation("MomentOptions.init", "a share is told that it is small", "told().share is None", "True", "tests/everywhere/test_eight_bits.py -k share_of"),
     Mutation("MomentOptions._say_if_small", "a second model is told nothing", "X in _said", "len(_said) > 0", "tests/everywhere/test_eight_bits.py -k no_large"),
