@@ -164,7 +164,8 @@ class Whole:
         many, _ = begun(layers * _MANY)
         cuts: list[tuple[int, Cut | None]] = []
         for path, x in some.items():
-            i, others, count = self._position(path, x.shape), many, layers * _MANY
+            i = self._position(path, x.shape, axes_of_leaves[0])
+            others, count = many, layers * _MANY
             if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
                 others, count = begun(1)[0], 1
             other = others[path].shape
@@ -225,17 +226,21 @@ class Whole:
                 for x, k in pairs
             ]
         with telling(share=Share(layer, shapes=self.shapes, begins=True)):
-            state = jax.eval_shape(self.tx.init, tree_of_share(self.structure, positions, leaves))
+            state = self._init(tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
         return dict(arrays), structure
 
-    def _position(self, path: KeyPath, shape: tuple[int, ...]) -> int:
-        """Of the array of the state with that path, which has that shape."""
+    def _init(self, shapes: PyTree) -> PyTree:
+        # A new function, as what is told is no part of what JAX compares: it keeps other traces.
+        return jax.eval_shape(functools.partial(self.tx.init), shapes)
+
+    def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
+        """Of the array of the state with that path and shape, which may be of layers there."""
         i, own = self._known.get(path, (-1, None))
         if own != shape:
             not_packed("state", self._state)
             with telling(stacks={}):
-                made = jax.eval_shape(self.tx.init, self.structure.unflatten(self.shapes.values()))
+                made = self._init(self.structure.unflatten(self.shapes.values()))
             remedy = f"pass `{_INIT}`, or what a step made of it; {_OF_NNX}"
             checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
             came = "nothing" if own is None else f"shape {own}"
@@ -243,9 +248,8 @@ class Whole:
             expected = f"shape {shape}, as `{_INIT}` has it"
             of_whole = dict(jax.tree_util.tree_leaves_with_path(made))
             if path not in of_whole or of_whole[path].shape != shape:  # by layers
-                expected = (
-                    f"shape {shape}: the method needs `layer_axes`, such as 0, for this stack"
-                )
+                needed = f"`layer_axes`, such as {axis}, for this stack"
+                expected = f"shape {shape}: the method needs {needed}"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
 

@@ -9,6 +9,7 @@ has one.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
+Names = Sequence[object]
 # Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
@@ -121,7 +123,7 @@ def variables_of_blocks(tree: PyTree) -> PyTree:
         if not _has_variables(x):
             return x
         if isinstance(x, Factors):
-            return _with_value(x.rows, Factors(*map(_value, x)))
+            return _with_names(x, Factors(*map(_value, x)), _names_of_both)
         scale = _value(x.scale) if is_box(x.scale) else x.scale
         return _with_value(x.codes, x._replace(codes=_value(x.codes), scale=scale))
 
@@ -154,29 +156,39 @@ def _of_part(box: PyTree, part: PyTree, shape: Sequence[int]) -> PyTree:
       part: what the new one holds.
       shape: of the array.
     """
+    return _with_names([box], part, lambda names: _names_of_part(names, part.shape, shape))
 
-    def of_part(names: object) -> object:
-        if isinstance(names, NamedSharding):
-            spec = PartitionSpec(*_names_of_part(tuple(names.spec), part.shape, shape))
-            return NamedSharding(names.mesh, spec, memory_kind=names.memory_kind)
-        if isinstance(names, PartitionSpec):
-            return PartitionSpec(*_names_of_part(tuple(names), part.shape, shape))
-        if isinstance(names, (tuple, list)):
-            return _names_of_part(names, part.shape, shape)
-        return names
 
+def _with_names(boxes: Sequence[PyTree], x: PyTree, change: Callable[..., Names]) -> PyTree:
+    """A box of something else, like the first, with what is made of the names in all of them."""
+
+    def changed(*names: Any) -> object:
+        first = names[0]
+        if isinstance(first, NamedSharding):
+            spec = PartitionSpec(*change(*(tuple(name.spec) for name in names)))
+            return NamedSharding(first.mesh, spec, memory_kind=first.memory_kind)
+        if isinstance(first, PartitionSpec):
+            return PartitionSpec(*change(*map(tuple, names)))
+        return change(*names) if isinstance(first, (tuple, list)) else first
+
+    box = boxes[0]
     if not is_variable(box):
-        changed = _with_value(box, part)
-        return changed.replace(names=of_part(box.names)) if hasattr(box, "names") else changed
-    metadata = dict(box.get_metadata())
-    named = {key: of_part(metadata[key]) for key in _SHARDINGS if key in metadata}
-    return type(box).from_metadata(part, metadata | named)
+        made = _with_value(box, x)
+        has_names = hasattr(box, "names")
+        return made.replace(names=changed(*(y.names for y in boxes))) if has_names else made
+    first, *_ = metadata = [dict(y.get_metadata()) for y in boxes]
+    named = {key: changed(*(y[key] for y in metadata)) for key in _SHARDINGS if key in first}
+    return type(box).from_metadata(x, first | named)
 
 
-def _names_of_part(
-    names: Sequence[object], part: Sequence[int], shape: Sequence[int]
-) -> tuple[object, ...]:
+def _names_of_part(names: Names, part: Sequence[int], shape: Sequence[int]) -> Names:
     """None for an axis along which blocks lie or means are, and where the array was flattened."""
     known = zip(names, shape, part, strict=False) if len(part) >= len(shape) else ()
     kept = [name if n == count else None for name, n, count in known]
-    return (*kept, *[None] * (len(part) - len(kept)))
+    more = 0 if len(part) == len(shape) else len(part) - len(kept)
+    return (*kept, *[None] * more)
+
+
+def _names_of_both(rows: Names, columns: Names) -> Names:
+    """Those of the array: rows have no name where means are, but there columns have it."""
+    return tuple(y if x is None else x for x, y in zip(rows, columns, strict=True))

@@ -108,6 +108,15 @@ def test_states_that_depend_on_layers(name):
     call(make(layer_axes=AXES))()
 
 
+def test_the_axis_that_a_state_needs():
+    params = {"layers": jnp.ones((4, 3, 4))}
+    loss = lambda p, x: jnp.sum(jgrad.scan_layers(lambda w, x: x @ w, p["layers"], x, axis=1))
+    tx = jgrad.adafactor(1e-2, min_side=4)
+    state = jax.eval_shape(tx.init, params)  # of shapes that a share has, too
+    with pytest.raises(ValueError, match="`layer_axes`, such as 1, for this stack"):
+        jax.eval_shape(jgrad.step_in_backward(tx, loss), params, state, jnp.ones((2, 4)))
+
+
 def test_other_axes():
     assert_error(
         ValueError,

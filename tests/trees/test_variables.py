@@ -87,6 +87,24 @@ def test_sharding_of_scales(kind, case):
     assert jax.tree.structure(variables.in_form_of(state, inside)) == jax.tree.structure(state)
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("linen", ("x", "y")),
+        ("linen", ("x",)),
+        *[("out_sharding", names) for names in (("x", None), P("x", "y"), None)],
+    ],
+)
+def test_names_of_rows_and_columns(kind, names):
+    """Inside of an update one box holds both, with the names that the parameter has."""
+    tx, params = jgrad.adafactor(1e-3), {"w": box_of(kind, jnp.ones((256, 512)), names)}
+    state = tx.init(params)
+    inside = variables.variables_of_blocks(state)
+    assert jax.tree.structure(params) == jax.tree.structure(inside.vw, is_leaf=trees.is_leaf)
+    assert jax.tree.structure(variables.in_form_of(state, inside)) == jax.tree.structure(state)
+    assert jax.tree.structure(tx.update(params, state, params)[1]) == jax.tree.structure(state)
+
+
 def test_sharding_of_other_kinds():
     """Names in a spec or a sharding, and what names no axes."""
     mesh = mesh_of(x=2, y=4)
