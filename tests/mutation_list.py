@@ -486,7 +486,7 @@ MUTATIONS = [
     Mutation("Model.replaced", "layers read a number of the stack as the last one has left it", "in_loop and cut is SAME", "False", REPORTS),
     Mutation("_Step.updated", "nothing keeps an update from being moved behind the loop", "new, flow = shardings.barrier((update.owned(made), flow))", "new = update.owned(made)", LEAVES),
     Mutation("_Step.__init__", "leaves whose update needs a number of all do not wait", "read[None] and not first_pass", "False", LEAVES),
-    Mutation("_Step.__init__", "leaves of which another library knows a norm do not wait", "made.foreign is not None", "False", LEAVES),
+    Mutation("_Step.__init__", "leaves of which another library knows a norm do not wait", "made.looks_at_several(given)", "False", LEAVES),
     Mutation("TracedLoss._first_read", "a leaf that two pieces read is updated twice", "left -= read", "pass", LEAVES),
     Mutation("Portion.without_those_of", "a stack has the numbers of the rest", "cut is SAME and i in others", "False", REPORTS),
     Mutation("decisions.tried", "watch: an axis that jgrad misses is an error", "(TypeError, NameError, ValueError)", "(TypeError, NameError)", WATCH),

@@ -119,7 +119,7 @@ def _is_traceable(x: PyTree) -> bool:
     )
 
 
-# (gradients of one layer, or of all leaves in no stack) -> gradients
+# (gradients of one layer, or of leaves in no stack) -> gradients
 OfGradients = Callable[[PyTree], PyTree]
 
 

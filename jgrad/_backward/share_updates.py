@@ -59,12 +59,17 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
     programs = [jax.make_jaxpr(update)(x).jaxpr for x in (layer, stack)]
     of_layer, of_stack = (list(_of_others(program.eqns)) for program in programs)
     for outer, equation in (*of_layer, *of_stack):
-        name = equation.primitive.name
-        if name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ()):
-            _refuse(outer, f"`{name}`, which mixes elements")
+        if _mixes(equation):
+            _refuse(outer, f"`{equation.primitive.name}`, which mixes elements")
     for a, b in itertools.zip_longest(of_layer, of_stack):
         if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
             _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")
+
+
+def _mixes(equation: Any) -> bool:
+    """Whether an operation does more than something with each element."""
+    name = equation.primitive.name
+    return name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ())
 
 
 def _refuse(equation: Any, does: str) -> None:
@@ -144,7 +149,6 @@ class ShareUpdate:
     Attributes:
       portion: what the share has.
       combines: how the numbers of two shares become one; known once it was traced.
-      foreign: the first function that was given arrays of another library; known likewise.
     """
 
     def __init__(
@@ -166,7 +170,6 @@ class ShareUpdate:
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self.foreign: str | None = None
         self._whole, self._extra = whole, extra
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
@@ -222,19 +225,35 @@ class ShareUpdate:
         pairs = zip(made.state, self.portion.owned, strict=True)
         return Owned(made.weights, [x for x, use in pairs if use])
 
+    def looks_at_several(self, given: Start) -> bool:
+        """Whether another library may compute something of several leaves, or of a whole one."""
+        foreign: str | None = None
+
+        def made(given: Start) -> Made:
+            nonlocal foreign
+            made, share = self._run(given, {}, marks=True)
+            foreign = share.foreign
+            return made
+
+        found = _of_others(jax.make_jaxpr(made)(given).jaxpr.eqns)
+        return any(_mixes(equation) for _, equation in found) or foreign is not None
+
     def parts(self, given: Start) -> Numbers:
         """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
+            foreign: str | None = None
 
             def traced(given: Start) -> Numbers:
+                nonlocal foreign
                 made, share = self._run(given, {})
-                self.foreign = share.foreign
+                foreign = share.foreign
                 return made.parts
 
-            self._forms = jax.eval_shape(traced, given)
-            if self.foreign is not None and self.portion.layers is not None:
+            forms = jax.eval_shape(traced, given)
+            if foreign is not None:
                 self._check_elements(given)
-            self._check_promise(self.foreign)
+                self._check_promise(foreign)
+            self._forms = forms
         return self._forms
 
     def _check_elements(self, layer: Start) -> None:

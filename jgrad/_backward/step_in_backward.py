@@ -72,8 +72,9 @@ def step_in_backward(
     bfloat16 weights and moments in 8 bits, a whole step has 4 bytes per parameter at its peak, in
     place of 6.
 
-    The loss says by `scan_layers` where its layers are, as often as it has stacks of them. All
-    other leaves, such as embeddings and heads, are updated at the end. `state` is
+    The loss says by `scan_layers` where its layers are, as often as it has stacks of them. Other
+    leaves are updated as soon as their own gradients are known: a head before the layers, an
+    embedding last; or all at the end, where `tx` needs the gradients of several. `state` is
     `tx.init(params)`, and what comes back is what `tx.update` would return, so a run, or its
     checkpoint, may change from one form of the step to the other. Methods that compute each element
     by itself give the same numbers in both forms, including random rounding, up to how XLA fuses
@@ -244,8 +245,11 @@ class _Step:
         def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
             """Of leaves that are updated before a stack; None if they wait for the end."""
             made = update(leaves.without_those_of(rest))
-            read = made.numbers_read(self._example(made))
-            if made.foreign is not None or (read[None] and not first_pass):
+            given = self._example(made)
+            if made.looks_at_several(given):
+                return None
+            read = made.numbers_read(given)
+            if read[None] and not first_pass:
                 return None
             self._read.append(read)
             return made

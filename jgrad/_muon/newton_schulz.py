@@ -35,8 +35,8 @@ _CHUNK = 2**28
 
 # Steps of which one Q is made. Q multiplies large and small singular values by numbers that lie
 # far apart. Over five steps of a spectrum that decays by 1e6, float32 loses up to 30 times what it
-# loses step by step; over three, nothing. With factors in bfloat16, as on a TPU, weak directions
-# are wrong by half after two steps already: the form is for products in full precision.
+# loses step by step; over three, up to four times. With factors in bfloat16, as on a TPU, weak
+# directions are wrong by half after two steps: the form is for products in full precision.
 _TOGETHER = 3
 _WIDE = 2  # columns to a row, from which steps by R need fewer operations
 

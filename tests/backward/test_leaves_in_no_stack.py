@@ -66,15 +66,53 @@ def of_optax():
     return optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(1e-1))
 
 
+def norm(tree):
+    return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
+
+
+def unit():
+    """Gradients that are handed on as they are, and a rate that another library makes of them."""
+
+    def update(g, state, params=None):
+        return jgrad.gradient_descent(0.1 / norm(g)).update(g, state, params)
+
+    return optax.GradientTransformation(jgrad.gradient_descent(1.0).init, update)
+
+
+def recorded():
+    """A number of some leaves in a state that is there where these leaves are."""
+    masks = {name: name in ("between", "scale", "head") for name in params()}
+    make = lambda p: {"norm": jnp.zeros(())} if jax.tree.leaves(p) else {}
+    update = lambda g, state, p=None: (g, {"norm": norm(g)} if state else {})
+    return optax.chain(optax.masked(optax.GradientTransformation(make, update), masks), adam())
+
+
+def slower():
+    """Steps that are shorter the longer the gradients were, by a number that is always there."""
+
+    def update(g, state, params=None):
+        state = 0.9 * state + norm(g)
+        return jax.tree.map(lambda x: -0.1 * x / (1.0 + state), g), state
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
 # Whether leaves wait for the end, since their update needs the gradients of others.
 CASES = {
+    "a rate made of several gradients": (lambda: some(unit()), {}, True),
+    "a number of several gradients in the state": (recorded, {}, True),
+    "a method with a number of several leaves": (
+        lambda: some(slower()),
+        {"elementwise": True},
+        True,
+    ),
     "another library's norm of some": (lambda: some(of_optax()), {"elementwise": True}, True),
     "a norm of some": (lambda: some(clipped(adam())), {}, True),
     "a norm of some, computed first": (lambda: some(clipped(adam())), FIRST, False),
 }
 
 
-@pytest.mark.slow(always=["another library's norm of some", "a norm of some"])
+@pytest.mark.slow(always=["a rate made of several gradients", "a norm of some"])
 @pytest.mark.parametrize("name", CASES)
 def test_what_needs_several_gradients(x64, name):
     make, options, waits = CASES[name]
