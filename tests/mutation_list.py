@@ -146,7 +146,7 @@ MUTATIONS = [
     Mutation("optimizer_of_leaf", "a user's method stays for ever", "functools.partial(X, index=Y)", "leafwise.fixed(X, index=Y)", OF_LEAF + " -k last_use"),
     Mutation("elementwise.no_kernel", "a user's method may mix elements", "mixes(X, Y)", "False", OF_LEAF),
     Mutation("elementwise.mixes", "a user's method may go through rows", "any(map(is_leaf, cut))", "False", OF_LEAF),
-    Mutation("share_updates.check", "other libraries may look at many elements", "name not in _OF_DEVICES and X", "False", ELEMENTS),
+    Mutation("share_updates._mixes", "other libraries may look at many elements", "name not in _OF_DEVICES and X", "False", ELEMENTS),
     Mutation("share_updates._refuse", "each reduction is taken for a norm", "'`reduce_sum`' in does", "'`reduce_' in does", ELEMENTS),
     Mutation("share_updates.check", "other libraries may look at the number of layers", "not (a and b) or X", "False", ELEMENTS),
     Mutation("share_updates._of_others", "norms of jgrad are those of others", "(outer or equation) if is_marked else None", "outer or equation", ELEMENTS),
