@@ -170,7 +170,7 @@ class ShareUpdate:
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self._whole, self._extra = whole, extra
+        self._whole, self._extra, self._mixes = whole, extra, False
         self._forms: Numbers | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
@@ -227,34 +227,32 @@ class ShareUpdate:
 
     def looks_at_several(self, given: Start) -> bool:
         """Whether another library may compute something of several leaves, or of a whole one."""
-        foreign: str | None = None
-
-        def made(given: Start) -> Made:
-            nonlocal foreign
-            made, share = self._run(given, {}, marks=True)
-            foreign = share.foreign
-            return made
-
-        found = _of_others(jax.make_jaxpr(made)(given).jaxpr.eqns)
-        return any(_mixes(equation) for _, equation in found) or foreign is not None
+        _, mixes, foreign = self._look(given)
+        return mixes or foreign is not None
 
     def parts(self, given: Start) -> Numbers:
         """The form of what it has to say. What other libraries do with a layer is checked first."""
         if self._forms is None:
-            foreign: str | None = None
-
-            def traced(given: Start) -> Numbers:
-                nonlocal foreign
-                made, share = self._run(given, {})
-                foreign = share.foreign
-                return made.parts
-
-            forms = jax.eval_shape(traced, given)
+            forms, self._mixes, foreign = self._look(given)
             if foreign is not None:
                 self._check_elements(given)
                 self._check_promise(foreign)
             self._forms = forms
         return self._forms
+
+    def _look(self, given: Start) -> tuple[Numbers, bool, str | None]:
+        """That form, whether another library mixes elements, and the first who is given arrays."""
+        foreign: str | None = None
+
+        def traced(given: Start) -> Made:
+            nonlocal foreign
+            made, share = self._run(given, {}, marks=True)
+            foreign = share.foreign
+            return made
+
+        closed, made = jax.make_jaxpr(traced, return_shape=True)(given)
+        mixes = any(_mixes(equation) for _, equation in _of_others(closed.jaxpr.eqns))
+        return made.parts, mixes, foreign
 
     def _check_elements(self, layer: Start) -> None:
         def many(x: Any, cut: Cut | None) -> Any:
@@ -306,6 +304,8 @@ class ShareUpdate:
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
                 self._refuse_state(i)
+        if self._mixes:  # and hands on what it was given, so that nobody has seen it
+            self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
     def _refuse_state(self, i: int) -> None:

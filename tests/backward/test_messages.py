@@ -173,6 +173,15 @@ def norm_of_updates():
     return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
 
 
+def rate_of_updates():
+    """Hands them on untouched, with a learning rate that is made of them."""
+
+    def update(updates, state, params=None):
+        return jgrad.gradient_descent(1 / optax.tree.norm(updates)).update(updates, state, params)
+
+    return optax.GradientTransformation(jgrad.gradient_descent(1.0).init, update)
+
+
 def number_of_many_leaves():
     init = lambda params: jnp.zeros(()) if len(jax.tree.leaves(params)) == 4 else ()
     return optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
@@ -206,6 +215,10 @@ OF_TX = {
     "a number of one layer": (lambda: optax.chain(adam(), norm_of_updates()), {},
      "step_in_backward: `state` at [1]: an array that no layer owns, computed from the "
      "gradients of a few layers; expected transformations that compute each element by itself."),
+    "a rate of one layer": (rate_of_updates, {},
+     "step_in_backward: `tx`: `rate_of_updates` of another library computes `reduce_sum`, which "
+     "mixes elements. It sees one layer at a time: use `jgrad.clip_by_global_norm` for a norm of "
+     "all gradients, or the ordinary step."),
 }  # fmt: skip
 
 
