@@ -8,10 +8,10 @@ An hour on two cores. `--only` picks rows by "target recipe", `--write` keeps wh
 `largest.json` and writes the table of `docs/four_bytes.md`.
 """
 
+import functools
 import json
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from benchmarks.accelerators import llama, targets
 from benchmarks.accelerators.llama import FAMILY
 from benchmarks.accelerators.program import Program, on_one_device
 from benchmarks.accelerators.targets import TARGETS
+from benchmarks.accelerators.train_steps import FORMS, RECIPES, Recipe, step_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("largest.json")
@@ -31,46 +32,36 @@ RESULTS = pathlib.Path(__file__).with_name("largest.json")
 TOKENS = 2048
 
 
-class Recipe(NamedTuple):
-    """An optimizer.
+class Row(NamedTuple):
+    """A row of the table.
 
     Attributes:
-      make: makes it.
-      dtype: of weights and gradients.
+      recipe: an optimizer.
+      form: of the step, one of `FORMS`.
       guess: bytes per parameter, where the search begins.
-      in_backward: whether the step is taken in the backward pass.
     """
 
-    make: Callable[[], optax.GradientTransformation]
-    dtype: Any
+    recipe: Recipe
+    form: str
     guess: float
-    in_backward: bool = False
-
-
-def _adamw(**options: Any) -> optax.GradientTransformation:
-    return jgrad.adam(1e-4, weight_decay=0.1, **options)
-
-
-def _eight_bits() -> optax.GradientTransformation:
-    return jgrad.stochastic_rounding(_adamw(moment_dtype="8bit"))
 
 
 def _adafactor() -> optax.GradientTransformation:
     return jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=llama.LAYER_AXES))
 
 
-def _of_optax() -> optax.GradientTransformation:
-    return optax.adamw(1e-4, weight_decay=0.1)
-
-
-_BF16: Any = jnp.bfloat16
-RECIPES = {
-    "optax AdamW, float32": Recipe(_of_optax, jnp.float32, 17.0),
-    "optax AdamW, bfloat16": Recipe(_of_optax, _BF16, 8.5),
-    "AdamW, float32, in the backward pass": Recipe(_adamw, jnp.float32, 13.5, True),
-    "AdamW in 8 bits, bfloat16": Recipe(_eight_bits, _BF16, 6.5),
-    "AdamW in 8 bits, bfloat16, in the backward pass": Recipe(_eight_bits, _BF16, 4.5, True),
-    "Adafactor, bfloat16, in the backward pass": Recipe(_adafactor, _BF16, 2.6, True),
+_OF_OPTAX = RECIPES["AdamW of optax"]
+_EIGHT_BITS = RECIPES["bf16: stochastic(AdamW, 8 bits)"]
+_USUAL, _IN_BACKWARD = FORMS
+ROWS = {
+    "optax AdamW, float32": Row(_OF_OPTAX, _USUAL, 17.0),
+    "optax AdamW, bfloat16": Row(_OF_OPTAX._replace(dtype=jnp.bfloat16), _USUAL, 8.5),
+    "AdamW, float32, in the backward pass": Row(RECIPES["AdamW"], _IN_BACKWARD, 13.5),
+    "AdamW in 8 bits, bfloat16": Row(_EIGHT_BITS, _USUAL, 6.5),
+    "AdamW in 8 bits, bfloat16, in the backward pass": Row(_EIGHT_BITS, _IN_BACKWARD, 4.5),
+    "Adafactor, bfloat16, in the backward pass": Row(
+        Recipe(_adafactor, jnp.bfloat16), _IN_BACKWARD, 2.6
+    ),
 }
 MACHINES = ("v5e", "h100", "v5p")
 
@@ -80,7 +71,7 @@ class Result(NamedTuple):
 
     Attributes:
       target: one of `TARGETS`.
-      recipe: one of `RECIPES`.
+      recipe: one of `ROWS`.
       model: one of `FAMILY`.
       peak: bytes; None where the compiler says that it is too large.
     """
@@ -96,22 +87,13 @@ class Result(NamedTuple):
         return self.peak is not None and self.peak <= TARGETS[self.target].memory
 
 
-def compiled(target: str, recipe: str, name: str) -> Result:
+def compiled(target: str, row: str, name: str) -> Result:
     """A train step."""
-    made, model = RECIPES[recipe], FAMILY[name]
-    tx = made.make()
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return llama.loss(model, params, tokens)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return *jgrad.apply_gradients(tx, grads, state, params), value
-
-    if made.in_backward:
-        step = jgrad.step_in_backward(tx, loss)
-    params = llama.shapes(model, made.dtype)
-    args = params, jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
+    (recipe, form, _), model = ROWS[row], FAMILY[name]
+    params = llama.shapes(model, recipe.dtype)
+    state = jax.eval_shape(recipe.make().init, params)
+    args = params, state, jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
+    step = step_of(recipe, form, functools.partial(llama.loss, model))
     jax.clear_caches()
     try:
         on_device = on_one_device(TARGETS[target], args)
@@ -119,24 +101,24 @@ def compiled(target: str, recipe: str, name: str) -> Result:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Result(target, recipe, name, None)
-    return Result(target, recipe, name, counts.arguments + counts.temporaries)
+        return Result(target, row, name, None)
+    return Result(target, row, name, counts.arguments + counts.temporaries)
 
 
-def largest(target: str, recipe: str, compile_step: Callable[..., Result] = compiled) -> Result:
+def largest(target: str, row: str) -> Result:
     """That which fits where the next one of the family does not."""
     names = sorted(FAMILY, key=lambda name: llama.size(FAMILY[name]))
-    limit = TARGETS[target].memory / RECIPES[recipe].guess
+    limit = TARGETS[target].memory / ROWS[row].guess
     k = max(sum(llama.size(FAMILY[name]) <= limit for name in names) - 1, 0)
-    found = compile_step(target, recipe, names[k])
+    found = compiled(target, row, names[k])
     while found.fits and k + 1 < len(names):
-        after = compile_step(target, recipe, names[k + 1])
+        after = compiled(target, row, names[k + 1])
         if not after.fits:
             return found
         found, k = after, k + 1
     while not found.fits and k > 0:
         k -= 1
-        found = compile_step(target, recipe, names[k])
+        found = compiled(target, row, names[k])
     return found
 
 
@@ -152,7 +134,7 @@ def table(found: dict[tuple[str, str], Result]) -> str:
     columns = ["optimizer", *(f"{TARGETS[x].title}, {_memory(x)}" for x in machines)]
     return markdown.table(
         columns,
-        [[name, *(_cell(found.get((x, name))) for x in machines)] for name in RECIPES],
+        [[name, *(_cell(found.get((x, name))) for x in machines)] for name in ROWS],
     )
 
 
@@ -177,7 +159,7 @@ def main(argv: list[str]) -> None:
         if reason := targets.missing(TARGETS[target]):
             print(reason)
             continue
-        for recipe in RECIPES:
+        for recipe in ROWS:
             if flags.FLAGS.only in f"{target} {recipe}":
                 found[target, recipe] = largest(target, recipe)
                 print(f"{target} {recipe}: {_cell(found[target, recipe])}", flush=True)

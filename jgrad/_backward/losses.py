@@ -114,8 +114,9 @@ class TracedLoss:
         _check_value(result, has_aux)
         self.form = _flat(result)[1]
         self.differentiable = self._between_parameters_and_value(lines)
-        self._check_stacks(lines)
-        self.early = self._first_read(lines)
+        of_value = [x for x in lines if x.call or not self.differentiable.isdisjoint(x.makes)]
+        self._check_stacks(of_value)
+        self.early = self._first_read(of_value)
         self.lines = self._alive(lines)
 
     def stacks_by_path(self, params: PyTree) -> dict[KeyPath, Stack]:
@@ -223,8 +224,6 @@ class TracedLoss:
         """Only one call reads a stack in what is differentiated: another would see new weights."""
         stacks, read = self.stacks, set[Any]()
         for line in lines:
-            if line.call is None and self.differentiable.isdisjoint(line.makes):
-                continue
             own = [] if line.call is None else line.call.stacks
             now = [x for x in line.reads if x in stacks]
             twice = read.intersection(now) | {x for x in now if now.count(x) > own.count(x)}
@@ -245,11 +244,10 @@ class TracedLoss:
         position_of = {x: i for i, x in enumerate(self.jaxpr.invars)}
         left, calls = self.differentiable.intersection(position_of) - self.stacks, 0
         for line in lines:
-            if line.call is not None or not self.differentiable.isdisjoint(line.makes):
-                read = left.intersection(line.reads)
-                if calls:
-                    found[calls - 1] += sorted(position_of[x] for x in read)
-                left -= read
+            read = left.intersection(line.reads)
+            if calls:
+                found[calls - 1] += sorted(position_of[x] for x in read)
+            left -= read
             calls += line.call is not None
         return found
 

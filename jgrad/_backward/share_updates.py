@@ -170,8 +170,8 @@ class ShareUpdate:
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self._whole, self._extra, self._mixes = whole, extra, False
-        self._forms: Numbers | None = None
+        self._whole, self._extra = whole, extra
+        self._seen: tuple[Numbers, bool, str | None] | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
     def __call__(self, given: Start, known: Numbers, others: Numbers | None = None) -> Made:
@@ -231,28 +231,24 @@ class ShareUpdate:
         return mixes or foreign is not None
 
     def parts(self, given: Start) -> Numbers:
-        """The form of what it has to say. What other libraries do with a layer is checked first."""
-        if self._forms is None:
-            forms, self._mixes, foreign = self._look(given)
-            if foreign is not None:
-                self._check_elements(given)
-                self._check_promise(foreign)
-            self._forms = forms
-        return self._forms
+        """The form of what it has to say."""
+        return self._look(given)[0]
 
     def _look(self, given: Start) -> tuple[Numbers, bool, str | None]:
         """That form, whether another library mixes elements, and the first who is given arrays."""
-        foreign: str | None = None
+        if self._seen is None:
+            foreign: str | None = None
 
-        def traced(given: Start) -> Made:
-            nonlocal foreign
-            made, share = self._run(given, {}, marks=True)
-            foreign = share.foreign
-            return made
+            def traced(given: Start) -> Made:
+                nonlocal foreign
+                made, share = self._run(given, {}, marks=True)
+                foreign = share.foreign
+                return made
 
-        closed, made = jax.make_jaxpr(traced, return_shape=True)(given)
-        mixes = any(_mixes(equation) for _, equation in _of_others(closed.jaxpr.eqns))
-        return made.parts, mixes, foreign
+            closed, made = jax.make_jaxpr(traced, return_shape=True)(given)
+            mixes = any(_mixes(equation) for _, equation in _of_others(closed.jaxpr.eqns))
+            self._seen = made.parts, mixes, foreign
+        return self._seen
 
     def _check_elements(self, layer: Start) -> None:
         def many(x: Any, cut: Cut | None) -> Any:
@@ -277,9 +273,13 @@ class ShareUpdate:
     def numbers_read(self, given: Start) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
 
-        What has no layers is the same for all of them: an error where it is computed of one.
+        What has no layers is the same for all of them: an error where it is computed of one. What
+        other libraries do with a layer is checked, too.
         """
-        forms = self.parts(given)
+        forms, mixes, foreign = self._look(given)
+        if foreign is not None:
+            self._check_elements(given)
+            self._check_promise(foreign)
 
         def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
@@ -304,7 +304,7 @@ class ShareUpdate:
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
                 self._refuse_state(i)
-        if self._mixes:  # and hands on what it was given, so that nobody has seen it
+        if mixes and foreign is None:  # it hands on what it was given, which nobody has seen
             self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 

@@ -255,13 +255,16 @@ class _Step:
             return made
 
         stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
-        groups = [whole.leaves(positions) for positions in traced.early]
-        rest = whole.rest([*stacks, *groups])
+        groups = [whole.leaves(positions) if positions else None for positions in traced.early]
+        rest = whole.rest([*stacks, *filter(None, groups)])
         self._stacks = [update(stack.without_those_of(rest)) for stack in stacks]
         self._read = [x.numbers_read(self._example(x)) for x in self._stacks]
-        self._early = [early(leaves, rest) if leaves.positions else None for leaves in groups]
+        self._early = [leaves and early(leaves, rest) for leaves in groups]
         self._groups = traced.early
-        self._rest = update(whole.rest([*stacks, *(x.portion for x in self._early if x)]))
+        updated = [x.portion for x in self._early if x is not None]
+        if len(updated) < sum(leaves is not None for leaves in groups):  # others wait
+            rest = whole.rest([*stacks, *updated])
+        self._rest = update(rest)
 
     def _example(self, update: ShareUpdate) -> Start:
         """The types of what an update of a share is given: a gradient has that of its weight."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.accelerators import decoder_peaks, flax_decoders
+from benchmarks.accelerators import decoder_peaks, flax_decoders, largest
 from benchmarks.accelerators.decoder_peaks import CASES
 from tests.support.pages import section
 
@@ -41,9 +41,10 @@ def test_models_are_the_same():
     assert [(x.shape, x.dtype) for x in losses] == [((), jnp.float32)] * 2
 
 
-def test_the_table_of_the_page():
+def test_the_tables_of_the_page():
     table = decoder_peaks.table(decoder_peaks.known())
     assert table in section("docs/four_bytes.md", "The peak")
+    assert largest.table(largest.known()) in section("docs/four_bytes.md", "The largest model")
 
 
 # Bytes per parameter at most, in the backward pass.
