@@ -42,7 +42,6 @@ def schedules(names, printed):
 
 
 after(STARTED, 3, 0, 1)(it_runs)
-after(STARTED, 4, 0, 1)(it_runs)
 
 
 @after(WRAPPERS, 0)
