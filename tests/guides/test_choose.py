@@ -21,8 +21,8 @@ PAGES = (CHOOSE, STARTS, FAQ)
 
 
 # The blocks, in the order of the page.
-COMMON, FITS, SMALL, STACKED, DEEP_MUON, BF16, LARGE, *OTHERS = range(13)
-JIT, FROZEN, RATES, BATCHES, FP16, MANY = OTHERS
+COMMON, FITS, SMALL, STACKED, DEEP_MUON, BF16, LARGE, *OTHERS = range(12)
+JIT, FROZEN, BATCHES, FP16, MANY = OTHERS
 
 
 def setup(index, *before, cost=None, steps=30):
@@ -64,7 +64,6 @@ def first_rate_is_zero(names, params, state, losses):
 setup(SMALL)(it_trains)
 setup(STACKED, cost=16)(it_trains)
 setup(BF16, cost=12)(it_trains)
-setup(RATES)(it_trains)
 
 
 @setup(DEEP_MUON, STACKED)
