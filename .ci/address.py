@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-FILES = ("README.md", "pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
+FILES = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
 ADDRESS = re.compile(r"(github(?:usercontent)?\.com/)OWNER(?=/jgrad)")
 
 

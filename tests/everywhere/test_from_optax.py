@@ -98,8 +98,6 @@ def test_norm(x64, standard_promotion):
 WRAPPERS = {
     "MultiSteps": (optax.MultiSteps, optax.MultiStepsState, {"has_updated"}),
     "apply_if_finite": (optax.apply_if_finite, optax.ApplyIfFiniteState, set()),
-    "ema": (optax.ema, optax.EmaState, set()),
-    "lookahead": (optax.lookahead, optax.LookaheadState, set()),
 }
 EQUALS = re.findall(r"^\| `(\w+)`: (.+?) \| (.+) \|$", TEXT, re.MULTILINE)
 
@@ -121,7 +119,6 @@ def test_what_stands_for_them_is_there():
     states = {
         "MultiSteps": jgrad.accumulate(jgrad.adam(0.1), 2).init(w),
         "apply_if_finite": jgrad.skip_nonfinite(jgrad.adam(0.1)).init(w),
-        "ema": jgrad.average_params(optax.identity(), 0.9).init(w),
     }
     for name, _, ours in EQUALS:
         for field in re.findall(r"`state\.(\w+)`", ours):

@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from tests.guides.entries import README, after, choices, it_runs, run
-from tests.support.loops import assert_equal
 from tests.support.pages import page
 
 STARTED = "docs/getting_started.md"
@@ -42,7 +41,6 @@ def schedules(names, printed):
 
 
 after(STARTED, 3, 0, 1)(it_runs)
-after(STARTED, 4, 0, 1)(it_runs)
 
 
 @after(WRAPPERS, 0)
@@ -51,15 +49,6 @@ def order_of_wrappers(names, printed):
     state = names["tx"].init({"w": jnp.ones((2, 3), jnp.float16)})
     assert (float(state.loss_scale), int(state.skipped)) == (2.0**15, 0)
     assert optax.tree.get(state, "average")["w"].dtype == jnp.float32
-
-
-def mixed_model():
-    return {"model": {"w": jnp.ones(3), "n": jnp.arange(2), "z": jnp.ones(2, jnp.complex64)}}
-
-
-@after(PACKED, 1, names=mixed_model)
-def integer_leaves(names, printed):
-    assert_equal(names["model"], mixed_model()["model"])
 
 
 after(PACKED, 0, (README, 0))(it_runs)
