@@ -53,7 +53,7 @@ ROWS = {
     "`schedule_free`, `adam`": (lambda **options: jgrad.schedule_free(jgrad.adam(1e-3, beta1=0.0, **options)),
      "schedule_free(Adam)"),
 }  # fmt: skip
-TABLE = {row[0]: row[1:] for row in rows(section("docs/methods.md", "All at once"))}
+TABLE = {row[0]: row[1:] for row in rows(section("docs/methods.md", "Side by side"))}
 every_row = pytest.mark.parametrize("name", TABLE | ROWS)
 
 
