@@ -1,6 +1,7 @@
 """The site: its contents and its looks, and that words of the search lead to one thing each."""
 
 import ast
+import datetime
 import json
 import re
 import runpy
@@ -51,6 +52,90 @@ def test_every_page_is_in_the_site_once():
     assert len(names) == len(set(names))
     files = {f"{name.removeprefix('repository/')}.md" for name in names}
     assert files >= {name.removeprefix("docs/") for name in (*pages.GUIDES, *pages.NOTES)}
+
+
+# ---- the release -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """The extension, which imports Sphinx: CI's stage `site` has it."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(ROOT / "docs/_extensions")
+    return runpy.run_path(str(ROOT / "docs/_extensions/release.py"))
+
+
+SOURCES = {
+    "contents/upgrade": "CHANGELOG.md",
+    "gallery/finetune_lora": "colabs/finetune_lora.py",
+    "gallery/quickstart": "colabs/quickstart.ipynb",
+    "index": "README.md",
+    "memory": "docs/memory.md",
+    "reference/optimizers": "docs/reference.md",
+    "repository/benchmarks/notes/soap": "benchmarks/notes/soap.md",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_page_is_edited_where_it_is_written(release, name):
+    found = release["links"](name, "https://host/jgrad")
+    assert found["edit"] == f"https://host/jgrad/edit/main/{SOURCES[name]}"
+    assert found["report"].startswith("https://host/jgrad/issues/new?title=Documentation%2C%20")
+    assert (ROOT / SOURCES[name]).is_file()
+
+
+def test_nothing_leads_to_an_address_that_is_not_known(release):
+    assert release["links"]("memory", "") == {}
+    assert "](http" not in release["cite"]("")
+    assert release["cite"]("https://host/jgrad").count("https://host/jgrad") == 3
+    assert bool(release["address"]()) == ('/OWNER/jgrad"' not in page("pyproject.toml"))
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of the site as it was built last."""
+    built = ROOT / "docs/_build/html"
+    parts = [*ROOT.glob("docs/*.*"), *ROOT.glob("docs/_extensions/*.*"), ROOT / "CHANGELOG.md"]
+    newest = max(x.stat().st_mtime for x in parts if x.name != "index.md")
+    if not built.exists() or (built / "searchindex.js").stat().st_mtime < newest:
+        pytest.skip("builds of the site are older than its parts")
+    return built
+
+
+def test_a_page_says_its_version_and_date(site):
+    day = datetime.date.fromisoformat(re.search(r"date-released: (\S+)", page("CITATION.cff"))[1])
+    text = (site / "memory.html").read_text()
+    assert f"<title>Memory &#8212; jgrad {jgrad.__version__}</title>" in text
+    assert f"jgrad {jgrad.__version__}, {day:%-d %B %Y} · <a" in text
+
+
+def test_what_to_change_is_a_page(site):
+    """With each row of the table in the changelog."""
+    (table,) = re.findall(r", from 1.1 to 2.0:\n\n((?:\|.*\n)+)", page("CHANGELOG.md"))
+    text = (site / "contents/upgrade.html").read_text()
+    assert text.count("<tr") == len(pages.rows(table)) + 1
+    assert '<a class="reference internal" href="contents/upgrade.html">From 1.1 to 2.0</a>' in (
+        (site / "index.html").read_text()
+    )
+
+
+# By what is typed, the page that comes first, by its title, a word of its title or of words.py.
+SEARCHED = {
+    "adamw": "reference/optimizers",
+    "multisteps": "reference/wrappers",
+    "scan": "scanned_layers",
+    "lora": "gallery/finetune_lora",
+}
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_the_search_finds(site, word):
+    index = (site / "searchindex.js").read_text()
+    index = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = index["titleterms"].get(word, [])
+    found = [found] if isinstance(found, int) else found
+    found = [*found, *(x[0] for x in index["indexentries"].get(word, []))]
+    assert SEARCHED[word] in [index["docnames"][i] for i in found]
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

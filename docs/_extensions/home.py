@@ -77,8 +77,8 @@ def write(app: Sphinx) -> None:
     folder.mkdir(exist_ok=True)
     sentence = "What was measured, beside what, and the commands that measure it again."
     (folder / "measurements.md").write_text(index("Measurements", sentence, MEASUREMENTS))
-    sentence = "How jgrad changes, what it promises not to change, and how to take part."
-    title = "Stability, changes, contributing"
+    sentence = "Where to ask, what jgrad promises, how it changes, and how to take part."
+    title = "Help, stability, changes"
     (folder / "project.md").write_text(index(title, sentence, PROJECT))
 
 
