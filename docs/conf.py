@@ -36,6 +36,7 @@ extensions = [
     # Those of _extensions.
     "descriptions",
     "docstrings",
+    "equations",
     "gallery",
     "guides",
     "home",

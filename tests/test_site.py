@@ -2,9 +2,11 @@
 
 import ast
 import datetime
+import html
 import json
 import re
 import runpy
+import xml.etree.ElementTree
 
 import pytest
 
@@ -57,12 +59,16 @@ def test_every_page_is_in_the_site_once():
 # ---- the release -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def release(monkeypatch):
-    """The extension, which imports Sphinx: CI's stage `site` has it."""
+def extension(name, monkeypatch):
+    """One that imports Sphinx: CI's stage `site` has it."""
     pytest.importorskip("sphinx")
     monkeypatch.syspath_prepend(ROOT / "docs/_extensions")
-    return runpy.run_path(str(ROOT / "docs/_extensions/release.py"))
+    return runpy.run_path(str(ROOT / f"docs/_extensions/{name}.py"))
+
+
+@pytest.fixture
+def release(monkeypatch):
+    return extension("release", monkeypatch)
 
 
 SOURCES = {
@@ -136,6 +142,60 @@ def test_the_search_finds(site, word):
     found = [found] if isinstance(found, int) else found
     found = [*found, *(x[0] for x in index["indexentries"].get(word, []))]
     assert SEARCHED[word] in [index["docnames"][i] for i in found]
+
+
+# ---- equations ---------------------------------------------------------------------------------
+
+# As they are written, and as they are set: a fraction in braces, a root and an exponent as calls.
+EQUATIONS = {
+    "w' = w - the_rate |w| / |u| u": "w' = w - {the_rate |w| / |u|} u",
+    "d = m' / (1 - beta1^t) / (sqrt(v) + epsilon)": "d = {{m' / 1 - β1^t} / root(v) + ε}",
+    "m' = a |w| / (|g| + b |w|) (g + b w)": "m' = {a |w| / |g| + b |w|} (g + b w)",
+    "w' = R u / |w + R u / |u||": "w' = {R u / |w + {R u / |u|}|}",
+    "b = min(1 - t^-b_decay, (n + 1)^c d)": "b = min(1 - t^ - b_decay, (n + 1)^c d)",
+    "u = g / sqrt(v),  v = r' c' / (mean of r')": "u = {g / root(v)},   v = {r' c' / mean of r'}",
+    "r = the rest with share (a - b) / (c - d), or b": "r = the rest with share {a - b / c - d}, or b",
+    "g_i = epsilon[0] P^H Adam's g": "gi = ε0 P^H Adam's g",
+}
+
+
+def in_line(node):
+    """MathML as a line of text."""
+    parts = [in_line(x) for x in node]
+    if node.tag == "mspace":
+        return " " if float(node.get("width")[:-2]) < 1 else "   "
+    if node.tag == "mfrac":
+        return f"{{{parts[0]} / {parts[1]}}}"
+    if node.tag in ("msup", "msubsup"):
+        return f"{''.join(parts[:-1])}^{parts[-1]}"
+    text = "".join([node.text or "", *parts]).translate({0x2212: "-", 0x2032: "'"})
+    text = f"root({text})" if node.tag == "msqrt" else text
+    is_spaced = node.tag == "mo" and text in "=+-,"
+    return (f"{text} " if text == "," else f" {text} ") if is_spaced else text
+
+
+@pytest.mark.parametrize("written", EQUATIONS)
+def test_an_equation_is_set_as_it_is_written(written, monkeypatch):
+    shown = extension("equations", monkeypatch)["mathml"](written)
+    tree = xml.etree.ElementTree.fromstring(html.unescape(shown))
+    found = in_line(tree)
+    assert re.sub(r" +", " ", found) == re.sub(r" +", " ", EQUATIONS[written])
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["x = f(*args)", "x = tx.update(g)", "x = a / ", "x = (a", "x = a)", "x = |a", "f(x)"],
+)
+def test_what_is_no_equation_stays_as_it_is(written, monkeypatch):
+    with pytest.raises(ValueError, match=r"^no |a mark|is not closed|an end"):
+        extension("equations", monkeypatch)["mathml"](written)
+
+
+def test_equations_of_the_site_are_set(site):
+    """Each card of methods, and each optimizer of the reference but one that has no equation."""
+    cards = re.findall(r"(?m)^`\w+' = ", page("docs/methods.md"))
+    assert (site / "methods.html").read_text().count("<math ") == len(cards) > 5
+    assert (site / "reference/optimizers.html").read_text().count("<math ") == 9
 
 
 # ---- notebooks ---------------------------------------------------------------------------------
