@@ -19,7 +19,8 @@ from sphinx.application import Sphinx
 
 TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?)(?!\w)"
-    r"|`?(?P<name>[A-Za-z]\w*(?:'s\b|(?:-[A-Za-z]+)*))`?(?P<primes>'*)"
+    r"|`(?P<code>\w+)`"
+    r"|(?P<name>[A-Za-z]\w*(?:'s\b|(?:-[A-Za-z]+)*))(?P<primes>'*)"
     r"|(?P<mark>>=|<=|\.\.\.|[-+=/^|()\[\],;:<>]))"
 )
 WORD = re.compile(r"[a-z-]{2,}|\w+'s")
@@ -132,12 +133,15 @@ class Reader:
         if self.at == len(self.tokens):
             raise ValueError("an end, where a factor should be")
         token = self.tokens[self.at]
+        self.at += not token["mark"]
         if token["mark"]:
             found = self.group()
+        elif token["number"]:
+            found = Part("factor", f"<mn>{token['number']}</mn>")
+        elif token["code"]:
+            found = Part("text", f'<mi class="code" mathvariant="normal">{token["code"]}</mi>')
         else:
-            self.at += 1
-            is_name = token["name"] is not None
-            found = self.named(token) if is_name else Part("factor", f"<mn>{token['number']}</mn>")
+            found = self.named(token)
         if self.mark("^"):
             self.at += 1
             sign = "<mo>&minus;</mo>" if self.mark("-") else ""
