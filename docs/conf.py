@@ -15,7 +15,7 @@ html_favicon = "_static/icon.svg"
 html_context = {"default_mode": "auto"}  # light or dark, as the reader's system is
 html_theme = "sphinx_book_theme"
 html_theme_options = {
-    "footer_content_items": [],
+    "footer_content_items": ["release.html"],
     "home_page_in_toc": True,
     "max_navbar_depth": 1,  # what an entry leads to is listed on its page
     "navbar_persistent": [],  # the sidebar has the search
@@ -24,6 +24,7 @@ html_theme_options = {
     "use_fullscreen_button": False,
 }
 html_static_path = ["_static"]
+templates_path = ["_extensions"]
 html_css_files = ["site.css"]
 extensions = [
     "myst_nb",
@@ -35,11 +36,13 @@ extensions = [
     # Those of _extensions.
     "descriptions",
     "docstrings",
+    "equations",
     "gallery",
     "guides",
     "home",
     "public_names",
     "reference",
+    "release",
     "repository",
     "search_words",
 ]

@@ -1,9 +1,12 @@
 """The site: its contents and its looks, and that words of the search lead to one thing each."""
 
 import ast
+import datetime
+import html
 import json
 import re
 import runpy
+import xml.etree.ElementTree
 
 import pytest
 
@@ -51,6 +54,148 @@ def test_every_page_is_in_the_site_once():
     assert len(names) == len(set(names))
     files = {f"{name.removeprefix('repository/')}.md" for name in names}
     assert files >= {name.removeprefix("docs/") for name in (*pages.GUIDES, *pages.NOTES)}
+
+
+# ---- the release -------------------------------------------------------------------------------
+
+
+def extension(name, monkeypatch):
+    """One that imports Sphinx: CI's stage `site` has it."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(ROOT / "docs/_extensions")
+    return runpy.run_path(str(ROOT / f"docs/_extensions/{name}.py"))
+
+
+@pytest.fixture
+def release(monkeypatch):
+    return extension("release", monkeypatch)
+
+
+SOURCES = {
+    "contents/upgrade": "CHANGELOG.md",
+    "gallery/finetune_lora": "colabs/finetune_lora.py",
+    "gallery/quickstart": "colabs/quickstart.ipynb",
+    "index": "README.md",
+    "memory": "docs/memory.md",
+    "reference/optimizers": "docs/reference.md",
+    "repository/benchmarks/notes/soap": "benchmarks/notes/soap.md",
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_page_is_edited_where_it_is_written(release, name):
+    found = release["links"](name, "https://host/jgrad")
+    assert found["edit"] == f"https://host/jgrad/edit/main/{SOURCES[name]}"
+    assert found["report"].startswith("https://host/jgrad/issues/new?title=Documentation%2C%20")
+    assert (ROOT / SOURCES[name]).is_file()
+
+
+def test_nothing_leads_to_an_address_that_is_not_known(release):
+    assert release["links"]("memory", "") == {}
+    assert "](http" not in release["cite"]("")
+    assert release["cite"]("https://host/jgrad").count("https://host/jgrad") == 3
+    assert bool(release["address"]()) == ('/OWNER/jgrad"' not in page("pyproject.toml"))
+
+
+@pytest.fixture(scope="module")
+def site():
+    """The folder of the site as it was built last."""
+    built = ROOT / "docs/_build/html"
+    parts = [*ROOT.glob("docs/*.*"), *ROOT.glob("docs/_extensions/*.*"), ROOT / "CHANGELOG.md"]
+    newest = max(x.stat().st_mtime for x in parts if x.name != "index.md")
+    if not built.exists() or (built / "searchindex.js").stat().st_mtime < newest:
+        pytest.skip("builds of the site are older than its parts")
+    return built
+
+
+def test_a_page_says_its_version_and_date(site):
+    day = datetime.date.fromisoformat(re.search(r"date-released: (\S+)", page("CITATION.cff"))[1])
+    text = (site / "memory.html").read_text()
+    assert f"<title>Memory &#8212; jgrad {jgrad.__version__}</title>" in text
+    assert f"jgrad {jgrad.__version__}, {day:%-d %B %Y} · <a" in text
+
+
+def test_what_to_change_is_a_page(site):
+    """With each row of the table in the changelog."""
+    (table,) = re.findall(r", from 1.1 to 2.0:\n\n((?:\|.*\n)+)", page("CHANGELOG.md"))
+    text = (site / "contents/upgrade.html").read_text()
+    assert text.count("<tr") == len(pages.rows(table)) + 1
+    assert '<a class="reference internal" href="contents/upgrade.html">From 1.1 to 2.0</a>' in (
+        (site / "index.html").read_text()
+    )
+
+
+# By what is typed, the page that comes first, by its title, a word of its title or of words.py.
+SEARCHED = {
+    "adamw": "reference/optimizers",
+    "multisteps": "reference/wrappers",
+    "scan": "scanned_layers",
+    "lora": "gallery/finetune_lora",
+}
+
+
+@pytest.mark.parametrize("word", SEARCHED)
+def test_the_search_finds(site, word):
+    index = (site / "searchindex.js").read_text()
+    index = json.loads(index.removeprefix("Search.setIndex(").removesuffix(")"))
+    found = index["titleterms"].get(word, [])
+    found = [found] if isinstance(found, int) else found
+    found = [*found, *(x[0] for x in index["indexentries"].get(word, []))]
+    assert SEARCHED[word] in [index["docnames"][i] for i in found]
+
+
+# ---- equations ---------------------------------------------------------------------------------
+
+# As they are written, and as they are set: a fraction in braces, a root and an exponent as calls.
+EQUATIONS = {
+    "w' = w - the_rate |w| / |u| u": "w' = w - {the_rate |w| / |u|} u",
+    "d = m' / (1 - beta1^t) / (sqrt(v) + epsilon)": "d = {{m' / 1 - β1^t} / root(v) + ε}",
+    "m' = a |w| / (|g| + b |w|) (g + b w)": "m' = {a |w| / |g| + b |w|} (g + b w)",
+    "w' = R u / |w + R u / |u||": "w' = {R u / |w + {R u / |u|}|}",
+    "b = min(1 - t^-b_decay, (n + 1)^c d)": "b = min(1 - t^ - b_decay, (n + 1)^c d)",
+    "u = g / sqrt(v),  v = r' c' / (mean of r')": "u = {g / root(v)},   v = {r' c' / mean of r'}",
+    "r = the rest with share (a - b) / (c - d), or b": "r = the rest with share {a - b / c - d}, or b",
+    "g_i = epsilon[0] P^H Adam's g": "gi = ε0 P^H Adam's g",
+}
+
+
+def in_line(node):
+    """MathML as a line of text."""
+    parts = [in_line(x) for x in node]
+    if node.tag == "mspace":
+        return " " if float(node.get("width")[:-2]) < 1 else "   "
+    if node.tag == "mfrac":
+        return f"{{{parts[0]} / {parts[1]}}}"
+    if node.tag in ("msup", "msubsup"):
+        return f"{''.join(parts[:-1])}^{parts[-1]}"
+    text = "".join([node.text or "", *parts]).translate({0x2212: "-", 0x2032: "'"})
+    text = f"root({text})" if node.tag == "msqrt" else text
+    is_spaced = node.tag == "mo" and text in "=+-,"
+    return (f"{text} " if text == "," else f" {text} ") if is_spaced else text
+
+
+@pytest.mark.parametrize("written", EQUATIONS)
+def test_an_equation_is_set_as_it_is_written(written, monkeypatch):
+    shown = extension("equations", monkeypatch)["mathml"](written)
+    tree = xml.etree.ElementTree.fromstring(html.unescape(shown))
+    found = in_line(tree)
+    assert re.sub(r" +", " ", found) == re.sub(r" +", " ", EQUATIONS[written])
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["x = f(*args)", "x = tx.update(g)", "x = a / ", "x = (a", "x = a)", "x = |a", "f(x)"],
+)
+def test_what_is_no_equation_stays_as_it_is(written, monkeypatch):
+    with pytest.raises(ValueError, match=r"^no |a mark|is not closed|an end"):
+        extension("equations", monkeypatch)["mathml"](written)
+
+
+def test_equations_of_the_site_are_set(site):
+    """Each card of methods, and each optimizer of the reference but one that has no equation."""
+    cards = re.findall(r"(?m)^`\w+' = ", page("docs/methods.md"))
+    assert (site / "methods.html").read_text().count("<math ") == len(cards) > 5
+    assert (site / "reference/optimizers.html").read_text().count("<math ") == 9
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

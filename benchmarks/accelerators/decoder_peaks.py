@@ -4,7 +4,8 @@ The peak of a step in bytes per parameter, gradient and then update beside
 `jgrad.step_in_backward`, for one device. `flax_decoders` has the models. Nothing runs.
 
 Half an hour on two cores. `--only` picks rows by "target case", `--write` keeps what was found in
-`decoder_peaks.json` and writes the table of `docs/four_bytes.md`.
+`decoder_peaks.json`, writes the table of `docs/four_bytes.md`, and draws `decoder_peaks.svg`, which
+is on the home page of the site: `--only=none --write` compiles nothing, and does the rest.
 """
 
 import json
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 
 from benchmarks import markdown
-from benchmarks.accelerators import flax_decoders, targets
+from benchmarks.accelerators import bars, flax_decoders, targets
 from benchmarks.accelerators.flax_decoders import LENGTH, Model
 from benchmarks.accelerators.program import Program, on_one_device
 from benchmarks.accelerators.targets import TARGETS
@@ -25,6 +26,7 @@ from benchmarks.accelerators.train_steps import FORMS, RECIPES, Recipe, step_of
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
+PICTURE = RESULTS.with_suffix(".svg")
 
 MACHINES = ("v5e", "h100")
 
@@ -102,6 +104,26 @@ def table(found: Peaks) -> str:
     return markdown.table(["step", *(TARGETS[key].title for key in MACHINES)], rows)
 
 
+# What the picture shows: a case, and which of its peaks. Weights of a dtype stand together.
+PICTURED = {
+    "optax, float32": ("AdamW of optax, float32 weights", 0),
+    "jgrad, float32, in the backward pass": ("AdamW, float32 weights", 1),
+    "optax, bfloat16": ("AdamW of optax, bfloat16 weights", 0),
+    "jgrad, bfloat16, 8 bits": ("AdamW in 8 bits, bfloat16 weights", 0),
+    "jgrad, bfloat16, 8 bits, in the backward pass": ("AdamW in 8 bits, bfloat16 weights", 1),
+}
+
+
+def picture(found: Peaks) -> str:
+    """As SVG."""
+    rows = {
+        name: [found[f"{key} {case}"][form] for key in MACHINES]
+        for name, (case, form) in PICTURED.items()
+    }
+    title = "Peak of a train step with AdamW, bytes per parameter"
+    return bars.svg(title, [TARGETS[key].title for key in MACHINES], rows)
+
+
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
@@ -124,6 +146,7 @@ def main(argv: list[str]) -> None:
     print(f"\nCompiled, not run.\n\n{table(found)}")
     if flags.FLAGS.write:
         PAGE.write_text(markdown.replaced(PAGE.read_text(), "decoders", table(known())))
+        PICTURE.write_text(picture(known()))
 
 
 if __name__ == "__main__":  # tests import this file beside others, whose flags have these names

@@ -25,6 +25,7 @@ CONTENTS = {
     "Coming from": [
         "from_optax",
         "from_elsewhere",
+        "contents/upgrade",
     ],
     "Examples and reference": [
         "gallery/index",
@@ -33,7 +34,6 @@ CONTENTS = {
     "What is known": [
         "benchmarks",
         "contents/measurements",
-        "correctness",
     ],
     "Project": [
         "contents/project",
@@ -61,7 +61,9 @@ _MEASUREMENTS = {
 }
 MEASUREMENTS = {f"repository/benchmarks/{page}": text for page, text in _MEASUREMENTS.items()}
 PROJECT = {
-    "stability": "What stays the same in all versions 1.x.",
+    "contents/cite": "How to cite jgrad, and where to ask.",
+    "correctness": "What each rule is tested against, and how to check it.",
+    "stability": "What stays the same until the next major version.",
     "repository/CHANGELOG": "What each version changed.",
     "repository/CONTRIBUTING": "How to add an optimizer, a wrapper, a test or a page.",
     "repository/BUILD_NOTES": "Why jgrad is built as it is, with what was measured.",

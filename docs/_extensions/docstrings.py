@@ -1,12 +1,13 @@
 """Docstrings as reStructuredText.
 
 They are written for `help` and read like Markdown: single backticks, equations indented by four,
-and Google's sections, which napoleon reads.
+which equations.py sets, and Google's sections, which napoleon reads.
 """
 
 import re
 from typing import Any
 
+import equations
 from public_names import public_name
 from sphinx.application import Sphinx
 
@@ -20,7 +21,9 @@ def restructure(
     """Changes the lines of a docstring."""
     head, *sections = SECTIONS.split("\n".join(lines) + "\n")
     parts = [
-        f".. code-block:: text\n\n{part}" if part.startswith("    ") else marked(part, name)
+        equations.of_docstring(part, obj) or f".. code-block:: text\n\n{part}"
+        if part.startswith("    ")
+        else marked(part, name)
         for part in EQUATION.split(head)
     ]
     for section in sections:

@@ -1,4 +1,7 @@
-"""The home page: README, with cards behind its example; and the pages that contents.py lists."""
+"""The home page: README, with a picture above its first heading and cards behind its example.
+
+And the pages that contents.py lists.
+"""
 
 import pathlib
 from collections.abc import Iterable
@@ -20,6 +23,19 @@ LIST = """\
 
 PAGE = """\
 ```{include} ../README.md
+:end-line: FIRST
+```
+
+```{raw} html
+:file: ../benchmarks/accelerators/decoder_peaks.svg
+```
+
+Compiled, not run, for a decoder with 268 million parameters. With "8 bits", a moment takes a byte;
+"in the backward pass", each layer is updated as soon as its gradient is known. In bfloat16, optax's
+second moment never decays ([more](/four_bytes.md#the-peak)).
+
+```{include} ../README.md
+:start-line: FIRST
 :end-before: <!-- The home page
 ```
 
@@ -72,13 +88,15 @@ def index(title: str, sentence: str, pages: dict[str, str]) -> str:
 def write(app: Sphinx) -> None:
     """Writes the pages; README is read when it is included."""
     tables = (table(pages, caption) for caption, pages in CONTENTS.items())
-    (DOCS / "index.md").write_text("\n".join([PAGE, *tables]))
+    readme = (DOCS.parent / "README.md").read_text()
+    page = PAGE.replace("FIRST", str(readme.partition("\n## ")[0].count("\n") + 1))
+    (DOCS / "index.md").write_text("\n".join([page, *tables]))
     folder = DOCS / "contents"
     folder.mkdir(exist_ok=True)
     sentence = "What was measured, beside what, and the commands that measure it again."
     (folder / "measurements.md").write_text(index("Measurements", sentence, MEASUREMENTS))
-    sentence = "How jgrad changes, what it promises not to change, and how to take part."
-    title = "Stability, changes, contributing"
+    sentence = "Where to ask, what jgrad promises, how it changes, and how to take part."
+    title = "Help, stability, changes"
     (folder / "project.md").write_text(index(title, sentence, PROJECT))
 
 

@@ -1,5 +1,7 @@
 """Decoders in flax whose peaks are measured: the head in slices, and the table of the page."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,13 @@ def test_the_tables_of_the_page():
     table = decoder_peaks.table(decoder_peaks.known())
     assert table in section("docs/four_bytes.md", "The peak")
     assert largest.table(largest.known()) in section("docs/four_bytes.md", "The largest model")
+
+
+def test_the_picture_of_the_home_page():
+    """It is drawn from the table, and says in words what it shows."""
+    found = decoder_peaks.PICTURE.read_text()
+    assert found == decoder_peaks.picture(decoder_peaks.known())
+    assert re.search(r'aria-label="Peak of .*; optax, bfloat16: [\d.]+, [\d.]+; jgrad, ', found)
 
 
 # Bytes per parameter at most, in the backward pass.
