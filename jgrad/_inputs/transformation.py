@@ -40,11 +40,11 @@ from jgrad._trees.told import told
 class OptState(NamedTuple):
     """State of every optimizer but `soap`; fields that a method does not use are `None`.
 
-    The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
-    read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
+    Field names are part of the checkpoint format. `count`, `mu` and `nu`, optax's names, read the
+    same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
 
     Attributes:
-      step: number of updates done, an int32 scalar; it saturates.
+      step: number of completed updates, an int32 scalar; it saturates.
       mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
       vw: second moment, real; as `mw`.
 
@@ -83,7 +83,7 @@ class AdafactorState(OptState):
     It has a type of its own so that `carry_over` does not take `mw` for averages of gradients.
 
     Attributes:
-      step: updates done, an int32 scalar.
+      step: number of completed updates, an int32 scalar.
       mw: averages of steps; a tree like the parameters, or None without momentum.
       vw: averages of squares of gradients; `Factors` for matrices.
 

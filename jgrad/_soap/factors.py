@@ -30,9 +30,9 @@ _OF_CODES = 0.25
 
 
 class SoapFactors(NamedTuple):
-    """Averages and bases that `soap` keeps for a leaf, which is a matrix or a stack of matrices.
+    """Averages and bases that `soap` keeps for each leaf that is a matrix or a stack of matrices.
 
-    A side above `max_side` has neither average nor basis. The field names are a file format.
+    A side longer than `max_side` has None for both. Field names are part of the checkpoint format.
 
     Attributes:
       left: average of G G^H, of shape (..., rows, rows).
@@ -63,11 +63,11 @@ class SoapState(NamedTuple):
     """State of `soap`.
 
     Attributes:
-      step: number of updates done, an int32 scalar; it saturates.
+      step: number of completed updates, an int32 scalar; it saturates.
       mw: first moment, as in `OptState`.
-      vw: second moment; that of a matrix is in the basis of its factors.
-      factors: a tree like the parameters, with `left`, `right`, `left_basis` and `right_basis` of
-        each matrix, in float32 or wider; None for other leaves.
+      vw: second moment; for matrices, in the basis of their factors.
+      factors: a tree like the parameters with `SoapFactors` for matrices, or with `split` a tuple
+        of them, in float32 or wider; None for other leaves.
 
     Example:
       >>> tx = jgrad.soap(3e-3, matrices={"w": True, "b": False})

@@ -14,7 +14,7 @@ class Blocks(NamedTuple):
 
         element = decode(code) scale
 
-    An 8-bit moment in an `OptState`. The field names are a file format: checkpoints hold them.
+    An 8-bit moment in an `OptState`. Field names are part of the checkpoint format.
     `jgrad.carry_over` makes arrays of them.
 
     Attributes:
@@ -67,8 +67,8 @@ class Factors(NamedTuple):
 
         element = rows columns / (mean of the rows of its matrix)
 
-    A second moment of `adafactor` in an `OptState`. The field names are a file format: checkpoints
-    hold them. Of a matrix with n outputs and m inputs these are n + m numbers.
+    A second moment of `adafactor` in an `OptState`. Field names are part of the checkpoint format.
+    Of a matrix with n outputs and m inputs these are n + m numbers.
 
     Attributes:
       rows: a number for each output, the mean over its inputs; of the array's shape, with inputs of

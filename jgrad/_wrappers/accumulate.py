@@ -85,7 +85,7 @@ class _WeightedFields(NamedTuple):
 
 @state_of("accumulate", total="sum")
 class AccumulateState(_OfWindow, _Fields):
-    """State of `accumulate`. The field names are a file format: checkpoints hold them.
+    """State of `accumulate`. Field names are part of the checkpoint format.
 
     `gradient_step` and `has_updated` are those of `optax.MultiSteps`, read from the state inside.
 
@@ -110,7 +110,7 @@ class AccumulateState(_OfWindow, _Fields):
 
 @state_of("accumulate", total="sum")
 class WeightedAccumulateState(_OfWindow, _WeightedFields):
-    """State of `accumulate(..., weighted=True)`. The field names are a file format.
+    """State of `accumulate(..., weighted=True)`. Field names are part of the checkpoint format.
 
     Attributes:
       mini_step: calls since the last window was closed, an int32 scalar.

@@ -24,10 +24,10 @@ _NAME = "average_params"
 
 @state_of("average_params", average="weights")
 class EmaState(NamedTuple):
-    """State of `average_params`. The field names are a file format: checkpoints hold them.
+    """State of `average_params`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
+      done: number of completed updates, an int32 scalar; it saturates.
       average: a tree like the parameters, float32 for half-precision ones.
       inner: state of the transformation inside; a pickle of 1.1 has none.
 
@@ -78,7 +78,8 @@ def average_params(
       A transformation with state `EmaState(done, average, inner)`. Its update needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
+      ValueError: a Python number is out of range; from `init`, a wrapper inside that belongs
+        outside.
       TypeError: `tx` is not a transformation, or an option of the wrong kind.
 
     Example:

@@ -70,7 +70,7 @@ def clip_by_global_norm(
 
         updates' = min(1, max_norm / |updates|) updates
 
-    with |.| the 2-norm over all leaves, computed without overflow or underflow, as in
+    where |.| is the 2-norm over all leaves, computed without overflow or underflow, as in
     `global_norm`. Where one update is NaN or infinite all become NaN. Dtypes are kept; integer
     leaves, float0 and None pass.
 
@@ -91,8 +91,8 @@ def clip_by_global_norm(
       A transformation without state, or with `ClipState(norm)` for `of="previous"`.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

@@ -295,10 +295,10 @@ _NAME = "hyperball"
 
 @state_of("hyperball", done="step", radius="like")
 class HyperballState(NamedTuple):
-    """State of `hyperball`. The field names are a file format: checkpoints hold them.
+    """State of `hyperball`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
+      done: number of completed updates, an int32 scalar; it saturates.
       radius: the norm of each matrix, in float32 or wider: a tree like the parameters, of their
         shapes with size 1 along the axes of a matrix; None for other leaves. 0 is a matrix of
         zeros or without elements, which `tx` alone moves, as it does one of norm NaN.
@@ -389,9 +389,10 @@ def hyperball(
       parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside;
-        from an update, a chosen leaf with weight decay, or a state of another choice of leaves.
-      TypeError: an option of the wrong kind, or no `leaves`.
+      ValueError: a Python number is out of range; from `init`, a wrapper inside that belongs
+        outside; from an update, a chosen leaf with weight decay, or a state of another choice of
+        leaves.
+      TypeError: an option has the wrong type, or no `leaves`.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

@@ -25,7 +25,7 @@ _NAME = "master_weights"
 
 @state_of("master_weights", master="weights")
 class MasterState(NamedTuple):
-    """State of `master_weights`. The field names are a file format: checkpoints hold them.
+    """State of `master_weights`. Field names are part of the checkpoint format.
 
     Attributes:
       master: a float32 copy of each half-precision parameter, None for each other one.

@@ -29,10 +29,10 @@ _POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 @state_of("schedule_free", z="weights", average="weights")
 class ScheduleFreeState(NamedTuple):
-    """State of `schedule_free`. The field names are a file format: checkpoints hold them.
+    """State of `schedule_free`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
+      done: number of completed updates, an int32 scalar; it saturates.
       weight_sum: the sum of the weights in the average, a scalar: float64 if a parameter is, else
         float32. A float32 one, as versions before 1.1 made beside float64 parameters, stays that.
       largest_rate: the largest learning rate so far, a scalar of that dtype.
@@ -95,7 +95,8 @@ def schedule_free(
       inner)`. Its update needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
+      ValueError: a Python number is out of range; from `init`, a wrapper inside that belongs
+        outside.
       TypeError: `tx` is not a transformation, or an option of the wrong kind.
 
     Example:

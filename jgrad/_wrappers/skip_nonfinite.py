@@ -29,7 +29,7 @@ _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
 
 @state_of("skip_nonfinite", loss_scale="like")
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
+    """State of `skip_nonfinite`. Field names are part of the checkpoint format.
 
     Attributes:
       skipped: number of steps skipped since the start, or of mini-batches around `accumulate`, an
@@ -100,9 +100,9 @@ def skip_nonfinite(
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
 
     Raises:
-      ValueError: a Python number out of range, or a `growth_interval` without `loss_scale`; from
+      ValueError: a Python number is out of range, or a `growth_interval` without `loss_scale`; from
         `init`, another loss scale inside; from `update`, under `jit`, a clip before the loss scale.
-      TypeError: an option of the wrong kind.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

@@ -27,7 +27,7 @@ _LEAST = 4  # losses in a window: one loss is a quarter of it
 
 @state_of("skip_spikes")
 class SpikeState(NamedTuple):
-    """State of `skip_spikes`. The field names are a file format: checkpoints hold them.
+    """State of `skip_spikes`. Field names are part of the checkpoint format.
 
     Attributes:
       skipped: number of steps left out since the start, or of mini-batches around `accumulate`, an
@@ -104,8 +104,8 @@ def skip_spikes(
       Its update needs `loss=`, a real scalar: that of the gradients, without a loss scale.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind, or an update without `loss=`.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type, or an update without `loss=`.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

@@ -30,10 +30,10 @@ _PURPOSE = 2  # weights; moments are rounded with other bits
 
 @state_of("stochastic_rounding")
 class StochasticState(NamedTuple):
-    """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
+    """State of `stochastic_rounding`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
+      done: number of completed updates, an int32 scalar; it saturates.
       inner: state of the transformation inside.
 
     Example:

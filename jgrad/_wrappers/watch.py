@@ -111,7 +111,7 @@ _VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d
 
 @state_of("watch", report="measured")
 class WatchState(NamedTuple):
-    """State of `watch`. The field names are a file format: checkpoints hold them.
+    """State of `watch`. Field names are part of the checkpoint format.
 
     Attributes:
       report: arrays by name, float32, and int32 for counters; `watch` has the names.
@@ -149,11 +149,11 @@ def watch(
         update_ratio = |u| / |w|, and 0 where w is
         nonfinite    = the number of layers whose gradient is not finite, of all leaves
 
-    with |.| the 2-norm, computed without overflow or underflow. There is one number for the whole
-    model and one for each leaf, such as `grad_norm/embed/table`, whose path is its keys, attributes
-    and indices joined by `/`. A leaf that is a stack of layers has an array with an entry for each
-    layer. A norm is at most the largest number of its dtype, unless an element is infinite or NaN;
-    then the norm is, too. Without a gradient it is 0.
+    where |.| is the 2-norm, computed without overflow or underflow. There is one number for the
+    whole model and one for each leaf, such as `grad_norm/embed/table`, whose path is its keys,
+    attributes and indices joined by `/`. A leaf that is a stack of layers has an array with an
+    entry for each layer. A norm is at most the largest number of its dtype, unless an element is
+    infinite or NaN; then the norm is, too. Without a gradient it is 0.
 
     Optimizers inside add their `learning_rate`, where it is one number and no tree, and clipping
     its `clip_factor`; of two with one name, the last says it. Transformations of other libraries
