@@ -38,15 +38,15 @@ from jgrad._trees.told import told
 
 @state_of("moments", step="step", mw="moment", vw="moment")
 class OptState(NamedTuple):
-    """State of every optimizer but `soap`; fields that a method does not use are `None`.
+    """State of every optimizer except `soap`; fields that a method does not use are `None`.
 
-    Field names are part of the checkpoint format. `count`, `mu` and `nu`, optax's names, read the
-    same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
+    Field names are part of the checkpoint format. The attributes `count`, `mu` and `nu` return the
+    same arrays by optax's names; `optax.tree.get` only finds fields, so use `"step"` there.
 
     Attributes:
       step: number of completed updates, an int32 scalar; it saturates.
-      mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
-      vw: second moment, real; as `mw`.
+      mw: first moment, or momentum: a tree like the parameters, with `Blocks` for 8-bit arrays.
+      vw: second moment, real: a tree like `mw`.
 
     Example:
       >>> state = jgrad.adam(1e-3).init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -78,14 +78,14 @@ class OptState(NamedTuple):
 
 @state_of("adafactor", step="step", mw="moment", vw="moment")
 class AdafactorState(OptState):
-    """State of `adafactor`: an `OptState` whose `mw` averages steps, with the rate inside.
+    """State of `adafactor`: an `OptState` whose `mw` averages steps, learning rate included.
 
-    It has a type of its own so that `carry_over` does not take `mw` for averages of gradients.
+    It is a separate type so that `carry_over` doesn't mistake `mw` for averages of gradients.
 
     Attributes:
       step: number of completed updates, an int32 scalar.
-      mw: averages of steps; a tree like the parameters, or None without momentum.
-      vw: averages of squares of gradients; `Factors` for matrices.
+      mw: averages of steps: a tree like the parameters, or None without momentum.
+      vw: averages of squared gradients, with `Factors` for matrices.
 
     Example:
       >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})

@@ -87,14 +87,15 @@ class _WeightedFields(NamedTuple):
 class AccumulateState(_OfWindow, _Fields):
     """State of `accumulate`. Field names are part of the checkpoint format.
 
-    `gradient_step` and `has_updated` are those of `optax.MultiSteps`, read from the state inside.
+    `gradient_step` and `has_updated`, named as in `optax.MultiSteps`, are read from the state
+    inside.
 
     Attributes:
-      mini_step: calls since the last window was closed, an int32 scalar.
-      count: those among them whose gradients were finite.
-      skipped: mini-batches left out since the start; it saturates.
+      mini_step: number of calls since the last window closed, an int32 scalar.
+      count: number of those whose gradients were finite.
+      skipped: number of mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
-        None where each window is one mini-batch: `every=1`.
+        None if each window is a single mini-batch, with `every=1`.
       inner: state of the transformation inside.
 
     Example:
@@ -113,12 +114,12 @@ class WeightedAccumulateState(_OfWindow, _WeightedFields):
     """State of `accumulate(..., weighted=True)`. Field names are part of the checkpoint format.
 
     Attributes:
-      mini_step: calls since the last window was closed, an int32 scalar.
-      count: those among them whose gradients were finite, and whose weights were not negative.
-      skipped: mini-batches left out since the start; it saturates.
-      total: sum of weight times gradient, of this window.
+      mini_step: number of calls since the last window closed, an int32 scalar.
+      count: number of those whose gradients were finite and whose weights were not negative.
+      skipped: number of mini-batches left out since the start; it saturates.
+      total: sum of the gradients of this window, each times its weight.
       inner: state of the transformation inside.
-      weight: sum of the weights of those in `count`, a float32 scalar.
+      weight: sum of the weights of the mini-batches in `count`, a float32 scalar.
 
     Example:
       >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
@@ -152,60 +153,60 @@ def accumulate(
     mesh_axes: PyTree = None,
     mean: bool = True,
 ) -> Transformation:
-    """Accumulates gradients over a window of mini-batches, and updates once with their mean.
+    """Accumulates the gradients of several mini-batches, and updates once with their mean.
 
         total'  = total + g          where all of g is finite; else g is left out, and counted
         updates = tx(total' / count)  at the end of a window, and 0 before
 
-    and with `weighted`, where `weight` is that of the call,
+    where a window is the mini-batches that share an update. With `weighted`, each call has a
+    `weight`, and
 
         total' = total + weight g,  sum' = sum + weight,  updates = tx(total' / sum')
 
-    A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. A gradient None adds nothing to its leaf; if it is that of
-    the call that closes the window, the leaf is unchanged. A sum that overflows is the largest
-    number.
+    Only the call that closes a window runs `tx`, under a `lax.cond`. A window without a finite
+    mini-batch updates nothing. A gradient of None adds nothing to its leaf; if it comes in the call
+    that closes the window, the leaf stays unchanged. Sums that overflow saturate at the largest
+    finite number.
 
-    Put clipping and `average_params` inside, where they see means and updates. Put loss scaling
+    Put clipping and `average_params` inside, so that they work on whole windows. Put loss scaling
     directly outside, where it sees non-finite gradients: `skip_nonfinite(accumulate(tx, every),
     loss_scale=...)`.
 
-    `update(..., emit=True)` closes the window with this call, for a last window that is not full.
-    `emit=False` keeps it open, and compiles to a program without `tx`. By default the call that
-    fills the window closes it. `emit` may be a traced bool. `finite=` says whether the gradients
-    are finite, where that is known already; it may be traced too.
+    By default, the call that fills the window closes it. `update(..., emit=True)` closes it early,
+    for example at the end of the data; `emit=False` keeps it open, and compiles without `tx`. If
+    you already know whether the gradients are finite, pass it as `finite=`. Both may be traced
+    bools.
 
     `update(..., weight=tokens)` is for mini-batches of different sizes: if each gradient is the
-    mean over the tokens of its mini-batch, on all devices together, a window has the mean over all
-    its tokens, however they were split. Only ratios of weights matter. A mini-batch whose gradient
-    is left out takes its weight with it. One of weight 0 adds nothing, and a window of weight 0
-    updates nothing. A traced weight that is negative or not finite leaves its mini-batch out.
+    mean over the tokens of its mini-batch, on all devices together, the update uses the mean over
+    all tokens of the window, however they were split. Only ratios of weights matter. If a gradient
+    is left out, so is its weight. A mini-batch of weight 0 adds nothing, and a window of weight 0
+    updates nothing. If a traced weight is negative or not finite, its mini-batch is left out.
 
     Args:
-      tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
+      tx: any transformation. It gets means in the dtype of the gradients, or unrounded if
         `master_weights` or `stochastic_rounding` is inside.
-      every: mini-batches per window, at least 1; or a function of the number of updates done, as
-        `tx` counts them for its schedules, that returns an int. That may be traced, and below 1 it
-        then counts as 1, where otherwise it is an error. With `every=1` the state has no sum:
-        `total` is None until a call has an `emit` that may keep its window open.
-      check_finite: False adds every gradient unchecked. Checking a gradient before it is added
-        reads it once more.
-      weighted: True needs `weight=` in each `update`: a number or a real scalar, in [0, inf), kept
-        in float32. Sums of weights saturate at 2^125.
-      mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
-        `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
-        over them: give each device the tokens that it has, or all devices the same number.
-      mean: False hands on the sum of a window in place of its mean. Cast to a narrower dtype, it is
-        the largest number where it overflows.
+      every: mini-batches per window, at least 1; or a function that returns this number given the
+        number of completed updates, as `tx` counts them for its schedules. If the result is traced,
+        values below 1 count as 1 instead of raising an error. With `every=1` the state has no sum:
+        `total` is None until a call passes an `emit` that may keep the window open.
+      check_finite: False adds every gradient unchecked, which saves reading it once more.
+      weighted: if True, each `update` needs `weight=`, a number or real scalar in [0, inf), which
+        is stored in float32. Sums of weights saturate at 2^125.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which gradients are sharded, as
+        for `lars`, so that all devices leave out the same mini-batches. Weights are summed over
+        these axes, so pass each device the number of its own tokens, or the same number everywhere.
+      mean: False passes the sum of a window to `tx` instead of the mean. Where the sum overflows
+        the dtype of the gradients, it saturates at the largest finite number.
 
     Returns:
       A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`, or
       `WeightedAccumulateState`, with `weight` at the end.
 
     Raises:
-      ValueError: `every` below 1, or a function where no state inside counts its updates; a
-        negative weight, or one without `weighted`; from `init`, another `accumulate` or a loss
-        scale inside.
+      ValueError: `every` is below 1, or is a function although no state inside counts updates; a
+        weight is negative, or given without `weighted`; from `init`, another `accumulate` or a loss
+        scale is inside.
       TypeError: `tx` is not a transformation, `every` is neither an int nor a function, or
         a weight is missing.
 

@@ -47,7 +47,7 @@ class ClipState(NamedTuple):
     """State of `clip_by_global_norm(..., of="previous")`.
 
     Attributes:
-      norm: of the last updates that were finite, a float32 scalar; 0 before there are any.
+      norm: the norm of the last finite updates, a float32 scalar; 0 before there are any.
 
     Example:
       >>> tx = jgrad.clip_by_global_norm(1.0, of="previous")
@@ -71,24 +71,24 @@ def clip_by_global_norm(
         updates' = min(1, max_norm / |updates|) updates
 
     where |.| is the 2-norm over all leaves, computed without overflow or underflow, as in
-    `global_norm`. Where one update is NaN or infinite all become NaN. Dtypes are kept; integer
-    leaves, float0 and None pass.
+    `global_norm`. If any update is NaN or infinite, all become NaN. Dtypes are preserved; integer
+    leaves, float0 and None are left unchanged.
 
-    With `of="previous"`, |.| is the norm of the step before, of the last one that was finite: the
-    first step is not clipped, and a sudden spike only slows down the step that follows it. A NaN or
-    an infinity stays in its own element, since no update waits for the others. It is for
-    `step_in_backward`, which then needs no first pass.
+    With `of="previous"`, |.| is the norm of the previous step, or of the last one that was finite.
+    The first step is then not clipped, a sudden spike only shortens the step after it, and NaN or
+    infinity does not spread to other elements. Because no update has to wait for the others,
+    `step_in_backward` then needs no first pass.
 
-    `skip_nonfinite` around it sees what is not finite, with either norm.
+    With either norm, a `skip_nonfinite` around it detects updates that are not finite.
 
     Args:
-      max_norm: in [0, inf).
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; the norm is then that of the whole leaves.
-      of: whose norm is compared with the bound.
+      max_norm: the largest global norm, in [0, inf).
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lars`, so that the norm is that of whole leaves.
+      of: whether the norm of the "current" or of the "previous" step decides.
 
     Returns:
-      A transformation without state, or with `ClipState(norm)` for `of="previous"`.
+      A transformation, stateless or, with `of="previous"`, with state `ClipState(norm)`.
 
     Raises:
       ValueError: a Python number is out of range.
@@ -166,16 +166,16 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 
         norm = sqrt(sum over leaves and elements of |x|^2)
 
-    No intermediate overflows or underflows, in float32 or wider; the derivative at zero is zero. A
-    norm above the largest number is infinite.
+    It is computed in float32 or wider, and no intermediate result overflows or underflows. A norm
+    above the largest finite number is infinite. The derivative at zero is zero.
 
     Args:
-      tree: floating or complex leaves; others, and None, do not count.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; the norm is then that of the whole leaves.
+      tree: floating or complex leaves; None and all other leaves are ignored.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lars`, so that the norm is that of whole leaves.
 
     Returns:
-      A scalar, float32, or float64 where a leaf is.
+      A scalar in float32, or in float64 if a leaf is.
 
     Raises:
       TypeError: a leaf is not an array.

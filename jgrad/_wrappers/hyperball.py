@@ -299,9 +299,9 @@ class HyperballState(NamedTuple):
 
     Attributes:
       done: number of completed updates, an int32 scalar; it saturates.
-      radius: the norm of each matrix, in float32 or wider: a tree like the parameters, of their
-        shapes with size 1 along the axes of a matrix; None for other leaves. 0 is a matrix of
-        zeros or without elements, which `tx` alone moves, as it does one of norm NaN.
+      radius: the norm of each matrix, in float32 or wider: a tree like the parameters, in their
+        shapes but with size 1 along the axes of a matrix; None for other leaves. A matrix whose
+        norm is 0 or NaN gets the plain updates of `tx`.
       inner: state of the transformation inside.
 
     Example:
@@ -343,56 +343,56 @@ def hyperball(
     layer_axes: PyTree = None,
     radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
 ) -> Transformation:
-    """Keeps the norms of chosen matrices fixed, and turns each along the update of `tx`.
+    """Keeps the norms of chosen matrices fixed, and rotates each towards the update of `tx`.
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||
 
-    with u the update of `tx`, |.| the 2-norm of a matrix, and R its norm at `init`. The size of u
-    cancels, and with it the learning rate of `tx`, so each step turns a matrix by about
-    `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. A matrix whose
-    update is zero stays. All sums are in float32 or wider, and none overflows or underflows. Each
-    step sets the norm anew, so it does not drift; but as the update is a difference that is added,
-    a matrix that begins 1e7 times too large is rounded to zeros in its first step, and has the norm
-    from the next.
+    where u is the update of `tx`, |.| the 2-norm of a matrix, and R its norm at `init`. The
+    magnitude of u cancels, and with it the learning rate of `tx`: each step rotates a matrix by
+    about `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. A matrix
+    whose update is zero does not move. All sums are in float32 or wider, and none overflows or
+    underflows. Each step corrects the norm, so it does not drift. Since the update is added as a
+    difference, a matrix that starts out 1e7 times too large is rounded to zeros in its first step,
+    and has the right norm from the second.
 
-    A matrix that is zero at `init` has no norm to keep, so it is moved by the updates of `tx`, with
-    the learning rate of `tx`. `state.describe()` shows them; `radius` gives them a norm, which they
-    have from the first step.
+    A matrix that is zero at `init` has no norm to keep, so it gets the plain updates of `tx`, with
+    the learning rate of `tx`. `state.describe()` shows such matrices; `radius` gives them a norm,
+    which they have from the first step.
 
-    Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it: bfloat16
-    weights have their norm only to a rounding. Clipping inside or outside only affects chosen
-    leaves through the moments of `adam` or `muon`.
+    Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it. The norm
+    of bfloat16 weights is only exact up to rounding. Clipping, inside or outside, affects the
+    chosen leaves only through the moments of `adam` or `muon`.
 
     Args:
-      tx: any transformation. Weight decay of chosen leaves would act against the norm. In
-        transformations of this library it raises an error; in others it is not seen, so switch it
-        off.
-      learning_rate: of chosen leaves, the angle of a step: a number in [0, inf), or a schedule,
-        which is a function of the number of updates done (0 at the first); or a prefix tree or
-        `by_path` of those. `update(..., hyperball_learning_rate=x)` overrides it for one call.
-        Other leaves keep the learning rate of `tx`.
-      leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required. None and
-        integers are never chosen. A fused leaf, as of `muon(split=)`, has one norm; separate leaves
-        have one each.
-      mesh_axes: names of the mesh axes over which the matrices of a leaf are sharded, inside
-        `shard_map` or `pmap`, as for `lars`; one all-reduce for each set of axes. An axis over
-        which whole layers or experts are sharded is not named.
-      layer_axes: axes of a leaf with a matrix for each index, each with a norm of its own: layers
-        for `lax.scan`, experts. An int, a tuple of ints, or None, or a prefix tree of those.
-      radius: the norms to keep, in (0, inf), in the place of those at `init`: a number, or a
-        function of the shape of a matrix; or a prefix tree or `by_path` of those. It is read by
-        `init` alone: a state keeps its own.
+      tx: any transformation. Weight decay makes no sense for chosen leaves, because their norm is
+        fixed. In jgrad's own transformations it raises an error; in others it cannot be detected,
+        so turn it off.
+      learning_rate: the angle of each step for chosen leaves: a number in [0, inf), or a schedule,
+        which is a function of the number of completed updates (0 for the first); or a prefix tree
+        or `by_path` of these. `update(..., hyperball_learning_rate=x)` overrides it for one call.
+        Other leaves use the learning rate of `tx`.
+      leaves: which leaves keep their norm: a prefix tree of bools, or a function that returns one
+        from the parameters' `jax.ShapeDtypeStruct`s, such as `hidden_matrices()`. Required. None
+        and integers are never chosen. A fused leaf, such as one that `muon(split=...)` splits, has
+        a single norm.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the matrices of a leaf are
+        sharded, as for `lars`. Don't name axes over which whole layers or experts are sharded. Each
+        set of axes costs one all-reduce.
+      layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan` or experts,
+        each with its own norm: an int, a tuple of ints, None, or a prefix tree of these.
+      radius: the norms to keep, in (0, inf), instead of those at `init`: a number, a function of
+        the shape of a matrix, or a prefix tree or `by_path` of these. Only `init` reads it;
+        existing states keep their norms.
 
     Returns:
-      A transformation with state `HyperballState(done, radius, inner)`. Its update needs the
+      A transformation with state `HyperballState(done, radius, inner)`. `update` needs the
       parameters.
 
     Raises:
-      ValueError: a Python number is out of range; from `init`, a wrapper inside that belongs
-        outside; from an update, a chosen leaf with weight decay, or a state of another choice of
-        leaves.
-      TypeError: an option has the wrong type, or no `leaves`.
+      ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
+        inside; from `update`, a chosen leaf has weight decay, or the state was made for another
+        choice of leaves.
+      TypeError: an option has the wrong type, or `leaves` is missing.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -403,7 +403,7 @@ def hyperball(
       >>> f"{jnp.linalg.norm(params['w']):.4f}", state.radius["w"].shape
       ('2.4495', (1, 1))
 
-    Source: Wen et al., "Hyperball" (2026), arXiv 2606.16899; AdamH, MuonH and NorMuonH there.
+    Source: Wen et al., "Hyperball" (2026), arXiv 2606.16899, as AdamH, MuonH and NorMuonH.
     """
     tx = inside.transformation(_NAME, tx)
     if leaves is None:

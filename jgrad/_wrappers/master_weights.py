@@ -28,7 +28,7 @@ class MasterState(NamedTuple):
     """State of `master_weights`. Field names are part of the checkpoint format.
 
     Attributes:
-      master: a float32 copy of each half-precision parameter, None for each other one.
+      master: float32 copies of the half-precision parameters; None for others.
       inner: state of the transformation inside.
 
     Example:
@@ -51,26 +51,27 @@ class MasterState(NamedTuple):
 
 @explained
 def master_weights(tx: optax.GradientTransformation) -> Transformation:
-    """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
+    """Trains float32 copies of half-precision parameters, and rounds the copies at each step.
 
         master' = master + tx(float32 g, master)
         updates = round(master') - w
 
-    Just below 1, bfloat16 numbers are 2^-8 apart, so a smaller step than half of that rounds away.
-    The copies keep such steps. `w + updates` is `master'` rounded to the dtype of w; in a step that
-    changes a weight by more than a factor of two it may be one unit in the last place off, and the
-    next step corrects it. Parameters of other dtypes are optimized as they are. Memory, per
-    half-precision parameter: 4 bytes, and the state of `tx` as for a float32 parameter.
+    Just below 1, bfloat16 numbers are 2^-8 apart, so steps smaller than half of that are lost to
+    rounding. The float32 copies keep such steps. `w + updates` is `master'` rounded to the dtype of
+    w. If a step changes a weight by more than a factor of two, it may be off by one unit in the
+    last place, which the next step corrects. Parameters of other dtypes are optimized directly.
+    Each half-precision parameter costs 4 more bytes, and its state in `tx` is that of a float32
+    parameter.
 
     Args:
-      tx: any transformation. It sees float32 gradients and parameters for half-precision ones.
+      tx: any transformation. It gets half-precision gradients and parameters in float32.
 
     Returns:
-      A transformation with state `MasterState(master, inner)`. Its update needs the parameters.
+      A transformation with state `MasterState(master, inner)`. `update` needs the parameters.
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: from `init`, another wrapper inside that rounds weights.
+      ValueError: from `init`, another wrapper that rounds weights is inside.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
