@@ -154,14 +154,14 @@ class Shard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """Where each leaf of a tree is in the buffers of a `Packed`.
+    """Describes where each leaf of a tree is in the buffers of a `Packed`.
 
     Attributes:
-      structure: of the tree, in which None is a leaf.
-      spans: the blocks of each leaf, or None for None.
-      shapes: (name, shape) of each buffer, in the order in which JAX has them.
-      shard: inside `zero` the rows that this device has; None for all of them.
-      width: elements of a block.
+      structure: the structure of the tree, in which None is a leaf.
+      spans: the blocks of each leaf; None for None.
+      shapes: (name, shape) of each buffer, in JAX's order.
+      shard: inside `zero`, the rows that this device has; None for all of them.
+      width: number of elements in a block.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -178,13 +178,13 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Elements of a block."""
+        """Number of elements in a block."""
         return WIDTH
 
     def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
-        """Shapes and dtypes of what was packed, None for None.
+        """Shapes and dtypes of the leaves that were packed; None for None.
 
-        Where dtypes of buffers are given, the leaves have these; None for a dtype of None.
+        If dtypes of buffers are given, the leaves have these; None for a dtype of None.
         """
         of_buffers = dtypes or {}
         structs = [
