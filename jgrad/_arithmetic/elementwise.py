@@ -1,4 +1,4 @@
-"""Whether a program computes each element of a leaf by itself, and whether it can be a kernel."""
+"""Whether a function is elementwise, and whether it can run inside a kernel."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

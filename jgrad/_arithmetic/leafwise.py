@@ -1,13 +1,13 @@
 """One function per leaf, traced once for leaves of the same shapes.
 
-A model of a thousand leaves has a dozen shapes. Traced leaf by leaf, an update takes most of a
-second. Here leaves of one shape go through a nested `jax.jit`, sixteen at a time, and JAX keeps its
-trace. XLA inlines the calls, so that the compiled program is the same. Eagerly, sixteen leaves are
-one dispatch.
+A model of a thousand leaves has only a dozen shapes, but tracing its update leaf by leaf takes most
+of a second. Here, leaves of the same shape share a nested `jax.jit`, sixteen at a time, whose trace
+JAX caches. XLA inlines the calls, so the compiled program stays the same. In eager mode, sixteen
+leaves need one dispatch.
 
-A list has an entry for each leaf; anything else, a scalar of the model, is for all leaves. Where an
-entry is `None` there is nothing to compute, and the result is `None`. Results are in float32 or
-float64, not yet in the dtypes of state and parameters.
+A list has an entry for each leaf; anything else is a scalar that all leaves share. If an entry is
+`None`, there is nothing to compute, and the result is `None`. Results are in float32 or float64,
+not yet in the dtypes of state and parameters.
 """
 
 import collections

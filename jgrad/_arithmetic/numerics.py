@@ -1,8 +1,8 @@
-"""Arithmetic that stays right where the textbook form does not.
+"""Arithmetic that stays accurate where the textbook formula does not.
 
 Three things go wrong in single and half precision when an optimizer is written as in its paper:
-half-precision arrays round every intermediate, `1 - beta**t` cancels, and `sqrt` has no derivative
-at zero. The remedies are in this file.
+half-precision arrays round every intermediate result, `1 - beta**t` suffers from cancellation, and
+`sqrt` has no derivative at zero. This file has the remedies.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""What a step is called with: parameters, keywords that `tx` reads, a function of gradients.
+"""The arguments of a step: parameters, keywords that `tx` reads, a function of gradients.
 
-A device of `pmap`, or of `shard_map` without a check, has gradients of its part of a batch, which
-JAX does not sum. In an ordinary step their mean is a line behind `jax.grad`. Here that line is a
-function of the gradients of a share, and the ordinary step calls it in the same way: of one layer
-at a time, so that both forms of a step agree whatever it computes.
+Inside `pmap`, or `shard_map` with `check_vma=False`, each device has the gradients of its part of a
+batch, which JAX does not sum. In an ordinary step, you average them in the line after `jax.grad`.
+Here, this line is a function of the gradients of one share. The ordinary step also calls it for one
+layer at a time, so that both kinds of step agree whatever it computes.
 """
 
 import functools

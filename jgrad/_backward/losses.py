@@ -1,7 +1,7 @@
-"""A loss as a program in which calls of `scan_layers` are known: what is read where.
+"""The jaxpr of a loss, split at its calls of `scan_layers`: what is read where.
 
-The loss is traced once. In its jaxpr a call of `scan_layers` is a scan in a scope of that name, and
-what stands between two of them is a piece.
+The loss is traced once. In its jaxpr, a call of `scan_layers` is a scan in a scope of that name,
+and whatever comes between two calls is a piece.
 """
 
 import dataclasses

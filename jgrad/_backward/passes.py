@@ -1,9 +1,9 @@
 """The forward pass of a traced loss, and its backward pass, which shows each call to a visitor.
 
-In the forward pass each piece between two calls of `scan_layers` runs under `jax.vjp`, and a scan
-keeps what the backward pass of its layers reads. In the backward pass, nothing but cotangents
-stands between the pieces and the loops over layers, so that a loop may take the weights of its
-layers and return new ones, which is not possible inside of anything that JAX differentiates.
+In the forward pass, each piece between two calls of `scan_layers` runs under `jax.vjp`, and each
+scan stores what the backward pass of its layers reads. In the backward pass, only cotangents pass
+between the pieces and the loops over layers. A loop can therefore take the weights of its layers
+and return new ones, which is impossible inside of anything that JAX differentiates.
 """
 
 import functools

@@ -1,9 +1,9 @@
-"""What of parameters and of a state belongs to one layer of a stack.
+"""Which part of the parameters and of a state belongs to one layer of a stack.
 
-A transformation sees a layer as a stack of one: its leaves keep a first axis, of length 1, and all
-other leaves are None. So `layer_axes=0` says of a layer what it says of the stack. Which arrays of
-a state are those of a stack, and along which axis they are cut, is asked of `tx.init`: it is traced
-for the leaves of the stack alone, and for a stack of many times as many layers.
+A transformation gets a layer as a stack of one: its leaves keep a first axis, of length 1, and all
+other leaves are None, so `layer_axes=0` means the same for a layer as for the stack. To find which
+arrays of a state belong to a stack, and along which axis they are cut, `tx.init` is traced for the
+leaves of the stack alone, and again for a stack of many times as many layers.
 """
 
 import dataclasses

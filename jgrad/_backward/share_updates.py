@@ -1,7 +1,7 @@
-"""The update of one share, as a function of arrays; whether each element is computed by itself.
+"""The update of one share, as a function of arrays, and whether it is elementwise.
 
-An update of a layer, and one of its whole stack, are traced, and operations that do not come from
-jgrad are looked at. A norm of a layer is not that of the stack, and its random bits are others.
+The update of a layer and that of its whole stack are traced, and operations that do not come from
+jgrad are checked: the norm of a layer is not that of the stack, and its random bits differ.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""What is differentiated, and of what: floating leaves of arguments, and one-element outputs."""
+"""What is differentiated with respect to what: one-element outputs, and floating leaves."""
 
 import operator
 from collections.abc import Sequence

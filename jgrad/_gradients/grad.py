@@ -1,8 +1,8 @@
 """Gradients and Hessian-vector products of functions of pytrees.
 
-Over `jax.grad` and its kin: integer, bool and PRNG-key leaves may stand beside floating ones (their
-gradient is `None`), a one-element output of any rank counts as a scalar, `func` is called exactly
-once, and errors name the leaf.
+Compared with `jax.grad`, arguments may also have integer, bool and PRNG-key leaves, whose gradient
+is `None`; an output with one element counts as a scalar, whatever its rank; `func` is called
+exactly once; and errors name the leaf.
 """
 
 import functools

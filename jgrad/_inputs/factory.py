@@ -1,7 +1,7 @@
-"""The table of a factory's options: each is named once, with its kind, and checked and read by it.
+"""The table of a factory's options, which checks and reads each of them by its kind.
 
-The factory checks what it can before there are parameters, so that an error points at its call.
-Each update reads the numbers again, since they may be traced and may differ from leaf to leaf.
+The factory checks what it can before there are parameters, so that errors point at its call. Each
+update reads the numbers again, because they may be traced and may differ from leaf to leaf.
 """
 
 from collections.abc import Callable, Mapping

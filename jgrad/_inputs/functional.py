@@ -1,19 +1,18 @@
-"""The way through a functional update: canonicalize, jit, check, compute, cast back.
+"""The stages of a functional update: canonicalize, jit, check, compute, cast back.
 
-A method says once, by `@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, ...)`, what each
-argument is. `canonicalize` runs at every call, before anything is traced, and looks only at what
-Python knows. The checks of `AlignedArguments` run while tracing, once per signature.
+A method declares the role of each argument by `@functional.update(w=Role.WEIGHTS,
+dcdw=Role.GRADIENT, ...)`. `canonicalize` runs in every call, before anything is traced, and only
+looks at what Python knows. The checks of `AlignedArguments` run while tracing, once per signature.
 
 What functional updates share:
 
 - Trees. Any argument may be a pytree, a prefix of one, or an array or number, which stands for
-  every leaf below it. A result is as fine as the finest argument that it is computed from.
-- Shapes. A gradient has its parameter's shape. Moments and `lr` may have any shape that
-  broadcasts to it. All other arguments have one element per leaf.
-- Dtypes. Weights and moments keep theirs. The arithmetic is in float32, or in float64 where an
-  array is. Integer gradients, moments and numbers are read as the default float dtype; integer
-  weights are an error.
-- `None` as a gradient leaves its leaf, and the moments of it, unchanged.
+every leaf below it. A result has the structure of the finest argument that it is computed from. -
+Shapes. A gradient has its parameter's shape. Moments and `lr` may have any shape that broadcasts to
+it. All other arguments have one element per leaf. - Dtypes. Weights and moments keep theirs. The
+arithmetic is in float32, or in float64 where an array is. Integer gradients, moments and numbers
+are read as the default float dtype; integer weights are an error. - `None` as a gradient leaves its
+leaf, and the moments of it, unchanged.
 
 The trees are aligned once. From then on the method works on lists with an entry per leaf, as the
 `init`/`update` pairs do.

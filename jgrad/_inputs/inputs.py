@@ -1,6 +1,6 @@
-"""The input of one `init` or `update`, checked, and the way out.
+"""The checked inputs of one `init` or `update`, and how its results are returned.
 
-Options are read beside it, an entry per leaf; methods and wrappers compute with its lists.
+Methods and wrappers compute with lists that have an entry per leaf; options are read separately.
 """
 
 import functools

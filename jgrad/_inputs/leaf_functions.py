@@ -1,8 +1,8 @@
-"""A method, written as a function of one leaf, of all leaves: from lists to leaves and back.
+"""Applies a method, which is written for one leaf, to all leaves: from lists to leaves and back.
 
-Leaves whose moments are in 8 bits are one operation each, which is a kernel on accelerators. Where
-the method ends there, that operation may also do what follows: it keeps a skipped step out, and
-adds the update to the weight if `apply_gradients` says so.
+Each leaf with 8-bit moments is one operation, which is a kernel on accelerators. If nothing else of
+the method comes after it, this operation may also do what follows: leave out a skipped step, and
+add the update to the weight for `apply_gradients`.
 """
 
 import functools

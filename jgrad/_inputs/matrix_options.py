@@ -1,8 +1,8 @@
-"""Where the matrices of each leaf are, as options say it.
+"""Options that say where the matrices of each leaf are.
 
-A method works on one matrix at a time. `layer_axes` says over which axes matrices are stacked:
-layers for `lax.scan`, experts, heads. `output_axes` says which of the others are outputs. What is
-left is input, so that the kernel of a convolution is one matrix.
+Methods work on one matrix at a time. `layer_axes` names the axes along which matrices are stacked:
+layers for `lax.scan`, experts, heads. `output_axes` names the outputs among the other axes. The
+rest are inputs, so the kernel of a convolution is one matrix.
 """
 
 import dataclasses

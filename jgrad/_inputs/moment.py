@@ -1,4 +1,4 @@
-"""Moments of all leaves in one update: their old values, and how the new ones are stored."""
+"""The moments of all leaves in one update: their old values, and how new ones are stored."""
 
 import dataclasses
 import functools

@@ -1,7 +1,8 @@
-"""Numbers that a user gives, in the form that the arithmetic takes; written once for both faces.
+"""Numbers that users pass, as the arithmetic needs them, for updates and transformations alike.
 
-A Python number is checked against its range here, before anything is traced, and becomes a scalar
-of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
+Python numbers are checked against their ranges before anything is traced, and become scalars of the
+default float dtype, so that a new value doesn't cause a new trace. Arrays are accepted unchecked,
+because they may be traced.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Options of the transformations: checked by the factory, and an entry per leaf in each update."""
+"""Options of transformations: checked by the factory, and read per leaf in each update."""
 
 import functools
 import inspect

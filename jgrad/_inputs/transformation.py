@@ -1,8 +1,8 @@
-"""An `init`/`update` pair: its state, and the plumbing; a method writes only its arithmetic.
+"""`init`/`update` pairs: their state and plumbing, so that methods only write their arithmetic.
 
-`pair` is for trees as users have them: whole models, and variables for arrays. Behind it the leaves
-of parameters that are not `None` are arrays, or are numbers with a gradient, or are wrong; so that
-methods and wrappers see no model, only a tree of arrays.
+`pair` accepts trees as users have them: whole models, and variables in place of arrays. Methods and
+wrappers never see a model, only a tree of arrays: behind `pair`, each leaf of the parameters that
+is not `None` is an array, or a number with a gradient, or an error.
 """
 
 import collections

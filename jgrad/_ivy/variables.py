@@ -1,7 +1,7 @@
-"""The oldest face of Ivy's gradients: variables and updates in place, as pure functions on pytrees.
+"""Ivy's variables and in-place updates, as pure functions on pytrees.
 
-JAX has neither variables nor updates in place, so each function returns the new value, and the old
-one is as it was. To reuse its memory, donate it to `jax.jit`.
+JAX has neither variables nor in-place updates, so each function returns the new value and leaves
+the old one unchanged. To reuse its memory, donate it to `jax.jit`.
 """
 
 import math

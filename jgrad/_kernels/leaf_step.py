@@ -1,7 +1,7 @@
-"""What one operation on a leaf in 8 bits computes, and where the leaf is.
+"""What one operation on an 8-bit leaf computes, and how the leaf is sharded.
 
-A kernel of Pallas is opaque to XLA's partitioner. So each device runs it on its shard of the leaf,
-for which types of explicit axes, or the user, say how the leaf is sharded.
+XLA's partitioner cannot look into Pallas kernels, so each device runs the kernel on its shard of
+the leaf. How the leaf is sharded is known from explicit mesh axes, or has to be given by the user.
 """
 
 import functools

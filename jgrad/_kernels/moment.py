@@ -1,13 +1,13 @@
-"""A moment of one leaf, and `write`, which stores the new one in a way of each platform.
+"""A moment of one leaf, and `write`, which stores the new one as each platform needs it.
 
-A method is a function of one leaf. It is given a moment of each kind, reads `old`, and gives
-`write` the rule that makes the new one. `LeafMoment` does it with arrays, as any program of XLA. In
-a kernel for a TPU the same function is called with an `InTile`, some rows of the leaf; for a GPU
-it is called twice, first with a `ScalePass` for each, and then with a `CodesPass`.
+A method is a function of one leaf. It gets a moment of each kind, reads `old`, and passes `write`
+the rule that makes the new one. With `LeafMoment`, this is plain JAX on arrays. In a TPU kernel,
+the same function is called with an `InTile`, some rows of the leaf. For a GPU it is called twice,
+first with a `ScalePass` for each moment, and then with a `CodesPass`.
 
-Moments in bfloat16 and in 8 bits are rounded stochastically. To the nearest, a moment would neither
-decay nor grow by less than half the distance between two numbers of its form: 0.2% in bfloat16, 3
-to 6% in 8 bits.
+bfloat16 and 8-bit moments are rounded stochastically. With rounding to nearest, a moment could not
+change by less than half the distance between two representable numbers: 0.2% in bfloat16, 3 to 6%
+in 8 bits.
 """
 
 import dataclasses

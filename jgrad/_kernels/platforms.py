@@ -1,8 +1,8 @@
-"""A step of one leaf in 8 bits as one operation of JAX, which each platform takes in its own way.
+"""The step of one 8-bit leaf as one JAX primitive, which each platform lowers in its own way.
 
-The operation holds a function of one leaf. Lowered for a TPU that function is the body of a kernel
-of Pallas, for a GPU it is run in two passes, and anywhere else it is the plain one. So one traced
-program is right for every platform, and `jax.export` has each in one file.
+The primitive holds a function of one leaf. On a TPU, this function becomes the body of a Pallas
+kernel; on a GPU, it runs in two passes; anywhere else, it is called as it is. One traced program is
+therefore right for every platform, and `jax.export` can store all of them in one file.
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""A function of one leaf as a kernel of Pallas, which Mosaic compiles for a TPU.
+"""A function of one leaf as a Pallas kernel, which Mosaic compiles for a TPU.
 
-A step of its grid has 256 elements of up to 1024 rows: a block of codes for each row. Scales are
-read and written with the rows along the lanes, as XLA lays them out on a TPU, so that nothing is
-transposed in memory. A number for each row is, too.
+Each step of its grid has 256 elements of up to 1024 rows: a block of codes for each row. Scales,
+and numbers per row, are read and written with the rows along the lanes, as XLA lays them out on a
+TPU, so that nothing is transposed in memory.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""The norm of each layer, right at every scale, for a whole model at once; and sums of squares.
+"""The norm of each layer, accurate at every scale, for a whole model at once; and sums of squares.
 
-Either is asked for as a function and the arrays that it reads, not as an array: given `u`, XLA
-would write a temporary as large as the parameters. Norms come back in *batches*, vectors with an
-entry per layer of up to 8 arrays, so that a trust ratio is one operation for many layers.
-`LayerAxes` says where the layers are.
+Both take a function and the arrays that it reads instead of an array, because XLA would write an
+array such as `u` to a temporary as large as the parameters. Norms are returned in *batches*,
+vectors with an entry per layer of up to 8 arrays, so that a trust ratio is one operation for many
+layers. `LayerAxes` says where the layers are.
 """
 
 import functools

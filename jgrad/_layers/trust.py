@@ -1,9 +1,9 @@
-"""Trust ratios: directions scaled layer by layer, and the quotients of norms by which they are.
+"""Trust ratios: the quotients of norms by which directions are scaled layer by layer.
 
-A ratio works on vectors with an entry per layer, from `norms`, and returns factors to multiply by
-in turn: the ratio itself may overflow or vanish where its product with a gradient is an ordinary
-number. A division comes last: XLA's CPU backend computes it once, and fuses what follows it into
-the kernel of every leaf.
+Ratios are computed on vectors with an entry per layer, from `norms`. They are returned as factors
+to multiply by one after the other, because the ratio itself may overflow or vanish even if its
+product with a gradient doesn't. The division comes last: XLA's CPU backend computes it once, but
+fuses whatever follows it into the kernel of every leaf.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized matrix by matrix; all other elements are AdamW's."""
+"""Muon: momentum, orthogonalized matrix by matrix, and AdamW for other leaves."""
 
 import functools
 import inspect

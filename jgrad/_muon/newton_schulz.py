@@ -1,12 +1,12 @@
-"""Newton-Schulz: the nearest orthogonal matrix of each matrix in a stack, by products alone.
+"""Newton-Schulz: the orthogonal matrix nearest to each matrix in a stack, by products alone.
 
     X <- X / |X|;   for each (a, b, c):  A = X X^H;  X <- a X + (b A + c A A) X
 
-A step maps each singular value s to a s + b s^3 + c s^5, and keeps the singular vectors. Stacks are
-worked on in chunks, in one loop whose body is compiled once.
+Each step maps every singular value s to a s + b s^3 + c s^5, and keeps the singular vectors. Stacks
+are processed in chunks, by one loop whose body is compiled once.
 
-On a CPU, and where X is wide, some steps are one polynomial of its Gram matrix R = X X^H, which is
-small (as Dao-AILab's Gram Newton-Schulz does):
+On CPUs, and if X is wide, several steps are combined into one polynomial of the small Gram matrix R
+= X X^H, as in Dao-AILab's Gram Newton-Schulz:
 
     R = X X^H;  Q = 1;  for each (a, b, c):  Z = a + b R + c R R;  Q <- Z Q;  R <- Z R Z;   X <- Q X
 """

@@ -1,6 +1,6 @@
-"""Newton-Schulz of many arrays together, one iteration for each shape; and on its own for a tree.
+"""Newton-Schulz for many arrays together, with one iteration per shape; and for a tree.
 
-A thousand leaves have a few shapes. Tall matrices are transposed, so that projections up and down
+A thousand leaves only have a few shapes. Tall matrices are transposed, so up and down projections
 share an iteration.
 """
 

@@ -1,10 +1,10 @@
-"""Dion2: the rows of each matrix with the largest 1-norms, which an update takes; the others wait.
+"""Dion2: each update uses the rows with the largest 1-norms of each matrix; the others wait.
 
-The rows of a matrix are its shorter side, whether outputs or inputs, and its outputs where both are
-alike; in NorMuon outputs always, since it divides whole outputs. Matrices are asked as a whole
-which rows they are. So the choice does not depend on how they are sharded: where a device has parts
-of rows, norms are summed over devices, and where it has some rows, the norms of all are gathered.
-Both are one number for each row.
+Rows run along the shorter side of a matrix, be it outputs or inputs, and along outputs if it is
+square; in NorMuon always along outputs, because it divides whole outputs. The choice of rows does
+not depend on how a matrix is sharded: if a device has parts of rows, norms are summed over devices;
+if it has some of the rows, the norms of all rows are gathered. Either way, this communicates one
+number per row.
 """
 
 import dataclasses

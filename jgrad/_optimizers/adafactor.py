@@ -1,4 +1,4 @@
-"""Adafactor: second moments by rows and columns, clipped steps in the scale of their weights."""
+"""Adafactor: factored second moments, and clipped steps in proportion to the weights."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Adam, and AdamW: its weight decay is decoupled."""
+"""Adam, and AdamW, because weight decay is decoupled."""
 
 import functools
 from typing import Any, Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""Gradient descent, with heavy-ball or Nesterov momentum; and the last step of every optimizer."""
+"""Gradient descent, with heavy-ball or Nesterov momentum, and the last line of every optimizer."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""An optimizer from a function of one leaf that a user wrote."""
+"""Optimizers from users' own functions of one leaf."""
 
 import functools
 import inspect

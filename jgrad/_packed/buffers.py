@@ -1,17 +1,17 @@
-"""One buffer from its leaves, and the leaves from the buffer; one vector in many pieces, and back.
+"""Buffers from leaves and back; vectors in many pieces and back.
 
-In 8 bits the rows of a buffer are its blocks, so that a leaf has the codes that it has unpacked. A
-leaf that is too small for 8 bits by itself is stored in them where its buffer is. Unpacked, it is
-an array of float32.
+In 8 bits, the rows of a buffer are its blocks, so a leaf has the same codes as unpacked. A leaf
+that is too small for 8 bits on its own is stored in 8 bits if its buffer is. Unpacked, it becomes a
+float32 array.
 
 XLA's CPU backend compiles equal kernels once. But a slice at another offset is another kernel, and
-so is everything that it is fused into: a layer that occurs twelve times compiles twelve times where
-its weights are sliced from one buffer, and a thousand slices take half a minute. So the vector is
-split inside a branch, which XLA does not fuse across. Many pieces of one size are split in two
-turns: groups of them first, then each group in the same way.
+so is everything that it is fused into: a layer that occurs twelve times is compiled twelve times if
+its weights are sliced from one buffer, and a thousand slices take half a minute. Vectors are
+therefore split inside a branch, across which XLA does not fuse. Many pieces of the same size are
+split in two stages: first into groups, and then all groups in the same way.
 
-In an eager call no program is worth compiling for thousands of pieces: there each piece is a small
-program that all pieces of its size share.
+In eager mode, it isn't worth compiling one program for thousands of pieces, so each piece is a
+small program that all pieces of its size share.
 """
 
 import functools

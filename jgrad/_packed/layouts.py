@@ -1,9 +1,9 @@
 """Where the leaves of a tree are in packed buffers: static, hashable, and known without arrays.
 
-A buffer is an array of shape (blocks, width). Each layer of a leaf starts on a block of its own, so
-that a number per layer (a norm, a rate, a decay) is a column of one number per block. Behind the
-last element of a layer is padding, always zero. A leaf too large to gain may stay unpacked, as a
-buffer of its own shape.
+A buffer is an array of shape (blocks, width). Each layer of a leaf starts on its own block, so that
+one number per layer (a norm, a learning rate, a weight decay) is a column of one number per block.
+After the last element of a layer comes padding, which is always zero. A leaf that is too large to
+gain from packing may stay unpacked, as a buffer of its own shape.
 
 A `Span` says where one leaf is, a `Shard` which rows of a buffer this device has. A `Layout` has
 the spans of a whole tree.

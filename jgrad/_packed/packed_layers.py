@@ -1,9 +1,9 @@
 """Layers in the rows of a packed buffer, and sums over them.
 
-XLA on CPU reduces the last axis of an array in scalar code, and writes out what is reduced in
-parts. Some rows at a time, with halves added until few columns are left, sums are a few times
-faster, and no temporary is as large as a buffer. On other devices the iterations of a loop would
-wait for each other, and a sum over rows is one kernel.
+On CPUs, XLA reduces the last axis of an array in scalar code, and writes what it reduces in parts
+to memory. Here, sums work on some rows at a time and add halves until few columns are left, which
+is a few times faster and needs no temporary as large as a buffer. On other devices, the iterations
+of such a loop would wait for each other, so a sum over rows is one kernel.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
-"""A tree of arrays as one buffer per dtype: an update of a thousand leaves is one loop.
+"""Trees of arrays as one buffer per dtype, so that an update of a thousand leaves is one loop.
 
-`pack` and `unpack` are linear, so that gradients of a packed tree are packed. They are written in
-operations of JAX that have forward and reverse mode.
+`pack` and `unpack` are linear, so gradients with respect to a packed tree are packed. They only use
+JAX operations that have forward and reverse mode.
 """
 
 import functools

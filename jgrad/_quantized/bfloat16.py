@@ -1,6 +1,6 @@
-"""Stochastic rounding of float32 numbers to bfloat16.
+"""Stochastic rounding from float32 to bfloat16.
 
-By operations on bits: XLA may skip a conversion to bfloat16 and back.
+It uses bit operations, because XLA may skip a conversion to bfloat16 and back.
 """
 
 import jax

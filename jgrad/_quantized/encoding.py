@@ -1,9 +1,9 @@
-"""An array as blocks of elements that share a scale, and back.
+"""Arrays as blocks of elements that share a scale, and back.
 
-A block lies along the last axis where that is a multiple of 256, so that a sharded array and its
-scales are sharded alike. Else the array is flattened. Blocks do not straddle layers: where axes are
-stacked, each layer starts on a block, and its last block may be shorter. The shape of the scales
-tells which of these an array is, and the dtype of the codes the codec.
+If the last axis is a multiple of 256, blocks run along it, so an array and its scales can be
+sharded alike. Otherwise, the array is flattened. Blocks do not straddle layers: with stacked axes,
+each layer starts on a new block, and its last block may be shorter. The shape of the scales shows
+which of these applies, and the dtype of the codes shows the codec.
 """
 
 from collections.abc import Callable, Sequence

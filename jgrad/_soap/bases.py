@@ -1,12 +1,12 @@
-"""Bases of eigenvectors: how they begin, and how a power step turns them, many of a size together.
+"""Bases of eigenvectors: their start, and the power steps that turn many of a size together.
 
     begin:  Q = eigenvectors of L, those of the largest eigenvalues first
     turn:   Q' R = L Q, columns in the order of diag(Q^H L Q)
 
-The order matters to the decomposition alone, in which each column is made orthogonal to those
-before it. So it is undone afterwards: column i of Q' is what became of column i of Q, and whatever
-is counted in that basis, as Adam's second moment is, stays where it is. Other implementations
-permute it; one that forgets to mixes the moments of different directions.
+The order only matters for the decomposition, which makes each column orthogonal to those before it.
+It is undone afterwards, so that column i of Q' is what became of column i of Q, and anything stored
+in that basis, such as Adam's second moment, stays where it is. Other implementations permute the
+second moment; forgetting this would mix the moments of different directions.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Shampoo's factors of each matrix, as the state has them, and what they make of a gradient."""
+"""Shampoo's factors of each matrix, as the state stores them, and how a gradient changes them."""
 
 import functools
 import itertools

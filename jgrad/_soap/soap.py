@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
+"""SOAP: Adam in the basis of the eigenvectors of Shampoo's factors, and AdamW for other leaves."""
 
 import functools
 import math

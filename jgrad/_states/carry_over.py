@@ -1,4 +1,4 @@
-"""`carry_over`: a state in the form of another recipe, and an account of what became of it."""
+"""`carry_over` converts a state for another recipe, and reports what became of each part."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Which leaves of an old state each leaf of a new one is made of, and the account of it.
+"""Which leaves of an old state each leaf of a new one is made from, and the account of it.
 
-The k-th leaf with a meaning is the k-th of the old state. Numbers of a wrapper mean the same where
-it sees the same parameters. A first moment that may be another thing than that of the old state
-needs a word of the user.
+The k-th leaf with a meaning corresponds to the k-th one in the old state. Numbers of a wrapper mean
+the same if it sees the same parameters. If a first moment may mean something else than that of the
+old state, the user has to decide.
 """
 
 import collections

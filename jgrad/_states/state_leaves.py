@@ -1,8 +1,8 @@
-"""What a state is made of: each leaf by its meaning, and by the path of its parameter.
+"""The leaves of a state, by their meaning and by the path of their parameter.
 
-A state is wrappers around wrappers, chains and partitions, around moments. States of jgrad say what
-their fields are. Those of optax do not, and files that are read without a target have dictionaries
-of the fields instead: of these this file knows some names. All others are somebody's numbers.
+A state consists of nested wrappers, chains and partitions, with moments inside. jgrad's states
+declare what their fields mean. optax's don't, and files restored without a target have dictionaries
+of the fields instead; this file knows some of their names. Anything else is left uninterpreted.
 """
 
 import collections

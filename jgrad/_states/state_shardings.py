@@ -1,4 +1,4 @@
-"""The sharding of each array of a state, for parameters on a mesh."""
+"""The shardings of a state, for parameters on a mesh."""
 
 import dataclasses
 import math

@@ -1,7 +1,7 @@
 """Checks of arguments, at trace time: they leave nothing in the compiled program.
 
 Every message names the function, the argument, the leaf's path, what came and what was expected.
-chex makes the assertions that it has; this file writes the messages, since chex prints both trees.
+chex makes the assertions that it has, but would print both trees, so this file writes the messages.
 
 A `ValueError` is about structure, shape or value; a `TypeError` is about the kind of an object.
 """

@@ -1,10 +1,10 @@
-"""What a user's call should have been, and the transformation that it made.
+"""Messages that show what a call should have been, and the transformations that users get.
 
-Names that are not ours, as other libraries have them and as jgrad itself had them: one table of
-options serves the factories and the keywords of `update`, two others functions. An option that has
-no effect without another one is an error that names both. An array passes, since it may be traced,
-or be the default of a number, of which `optax.inject_hyperparams` makes one. What only describes
-the parameters, as `layer_axes` and `mesh_axes` do, needs nothing.
+The tables have names from other libraries and from earlier versions of jgrad: one of options, for
+factories and for the keywords of `update`, and two of functions. An option that has no effect
+without another one raises an error that names both. Arrays are accepted, because they may be
+traced, or may be a default that `optax.inject_hyperparams` turned into an array. Options that only
+describe the parameters, such as `layer_axes` and `mesh_axes`, need no other option.
 """
 
 import difflib

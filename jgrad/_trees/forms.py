@@ -1,4 +1,4 @@
-"""The other forms of an array, each a leaf for this library: in 8 bits, or by rows and columns."""
+"""Forms of an array that count as one leaf: in 8 bits, or factored into rows and columns."""
 
 from typing import Any, NamedTuple
 

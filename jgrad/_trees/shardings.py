@@ -1,8 +1,9 @@
-"""What the type of an array says of its place on a mesh, and what to do about it.
+"""What the type of an array says about its sharding, and what to do about it.
 
-With explicit axes a type says how an array is sharded, and JAX refuses operations whose result
-might be sharded in several ways. With automatic axes it only says that there is a mesh. Inside
-`shard_map` it may say along which axes an array varies. All here works in each supported JAX.
+On meshes with explicit axes, the type says how an array is sharded, and JAX raises an error for
+operations whose result could be sharded in several ways. With automatic axes, it only says that
+there is a mesh. Inside `shard_map`, it may say along which axes an array varies. Everything here
+works in each supported version of JAX.
 """
 
 import functools

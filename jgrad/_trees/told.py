@@ -1,12 +1,12 @@
-"""What is told to the transformations inside: one record, current while these are called.
+"""What wrappers tell the transformations inside: one record, current while these are called.
 
-A wrapper calls what is inside of it in a `with telling(...)`. What is called there asks for the
-record by `told`, whatever stands between, and an `update` keeps its keywords for users. After the
-call nobody is told anything.
+A wrapper calls the transformation inside within `with telling(...)`. Code that is called there gets
+the record by `told`, whatever comes in between, so the keywords of `update` remain free for users.
+After the call, the record is gone.
 
-Arrays are known by identity, and belong to a trace. In another one, as that of a branch of another
-library, of `jax.jit` or of `jax.vmap`, there is no decision, nothing is noted, and no wrapper says
-what follows: what is inside computes as if it were alone, and the wrapper does its part afterwards.
+Arrays are recognized by identity, and belong to a trace. In another trace, such as that of a branch
+of another library, of `jax.jit` or of `jax.vmap`, the record is empty: transformations inside
+compute as if they were alone, and the wrapper does its part afterwards.
 """
 
 from collections.abc import Hashable, Iterator, Mapping

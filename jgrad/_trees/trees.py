@@ -1,9 +1,9 @@
-"""Trees side by side: a leaf of a prefix stands for a whole subtree, and `None` is a leaf.
+"""Trees of different depth: a leaf of a prefix stands for a whole subtree, and `None` is a leaf.
 
-A functional update takes trees of different depth: one learning rate for all leaves, one gradient
-for every leaf, a rate per layer. The finest tree sets the structure of the result, and every other
-tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning, and so
-is an array in 8 bits, or by rows and columns, which stands beside one gradient.
+The arguments of a functional update may differ in depth: one gradient for every leaf, but one
+learning rate for all, or one per layer. The finest tree sets the structure of the result, and every
+other tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
+So is an 8-bit or factored array, because it corresponds to one gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Names that JAX does not promise, looked up when they are needed, so that others do not fail.
+"""Names that JAX does not guarantee, looked up only when they are needed.
 
-`jax.extend` and `jax.interpreters` may change with any release. `import jgrad` and a step in
-float32 need none of these names; whoever needs one that is gone is told which.
+`jax.extend` and `jax.interpreters` may change with any release. `import jgrad` and a float32 step
+need none of these names; if one is gone, the code that needs it raises an error that names it.
 """
 
 import importlib

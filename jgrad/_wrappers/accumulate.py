@@ -1,4 +1,4 @@
-"""Gradients of several mini-batches for one update: `accumulate`, and its states."""
+"""One update for the gradients of several mini-batches: `accumulate`, and its states."""
 
 import itertools
 from collections.abc import Callable

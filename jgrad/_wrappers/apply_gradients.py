@@ -1,4 +1,4 @@
-"""New parameters in the place of updates: a whole step, which a TPU may take in one pass."""
+"""A whole step, from gradients to new parameters, which a TPU can take in one pass."""
 
 from typing import Any, TypeVar
 

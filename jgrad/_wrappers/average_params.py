@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters as they are after each step."""
+"""An exponential moving average of the parameters after each step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast

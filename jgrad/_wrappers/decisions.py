@@ -1,6 +1,6 @@
-"""What an update decides: whether arrays are finite, on all devices; one of two results.
+"""Decisions of an update: whether arrays are finite on all devices, and which result to take.
 
-Inside `shard_map`, all that is chosen varies along the mesh axes along which the decision does.
+Inside `shard_map`, the chosen arrays vary along the mesh axes along which the decision varies.
 """
 
 import operator

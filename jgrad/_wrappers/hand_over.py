@@ -1,9 +1,9 @@
-"""The input of a wrapper's update, and the hand-over to the transformation inside.
+"""The inputs of a wrapper's update, and the call of the transformation inside.
 
-`WrapperInputs` is for wrappers that change gradients, parameters or updates; `RejectingInputs` are
-those of one that rejects updates, and tells a `Commit` to what is inside. What comes back unsettled
-is chosen afterwards, and a wrapper around, which has a decision of its own, is told that nothing is
-left to choose.
+`WrapperInputs` is for wrappers that change gradients, parameters or updates; `RejectingInputs` is
+for those that reject updates, and passes a `Commit` to the transformations inside. Whatever comes
+back unsettled is chosen afterwards, and an outer wrapper with its own decision learns that nothing
+is left to choose.
 """
 
 from typing import Any

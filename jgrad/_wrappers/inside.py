@@ -1,14 +1,14 @@
-"""The transformation inside a wrapper: whether it may stand there, and what its state is asked.
+"""The transformation inside a wrapper: whether it may be there, and what its state can tell.
 
-Between two wrappers there may be transformations of other libraries, which hold the state of what
-is inside as a part of their own. So a wrapper never asks which transformation is inside. It tells
-what it knows (see `told`), and is right where nobody hears it. And it asks the state, whose parts
-may say things by attributes of their types: which they are, and what they promise, is in
-`jgrad/_trees/protocols.py`.
+Between two wrappers there may be transformations of other libraries, which hold the inner state as
+a part of their own. A wrapper therefore never checks which transformation is inside. It passes on
+what it knows (see `told`), and is right even if nothing inside uses it. What it needs to know, it
+asks the state, whose parts may answer by attributes of their types; `jgrad/_trees/protocols.py`
+lists these.
 
-Which wrapper stands around which is known while their `init` runs: a wrapper is known to all that
-is inside, so it is found around a chain and around transformations of other libraries, too. A
-table has the orders that would train nothing or something else.
+The order of wrappers is checked while their `init` runs: each wrapper is known to everything
+inside, so it is found around chains and transformations of other libraries, too. A table lists the
+orders that would train nothing, or something else.
 """
 
 import functools

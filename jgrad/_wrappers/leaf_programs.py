@@ -1,4 +1,4 @@
-"""What a program for a TPU makes of each leaf in 8 bits, and why."""
+"""How a TPU updates each 8-bit leaf, and why."""
 
 import functools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Small leaves packed inside a transformation, for training loops that remain unchanged."""
+"""Packs small leaves inside a transformation, so that training loops stay unchanged."""
 
 import dataclasses
 from collections.abc import Sequence

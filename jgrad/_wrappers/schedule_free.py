@@ -1,4 +1,4 @@
-"""Schedule-free training: an average of the steps in place of a schedule."""
+"""Schedule-free training: averaging the iterates replaces a schedule."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Steps that would make something non-finite are skipped; loss scaling for float16."""
+"""Skips steps that would make something non-finite, with loss scaling for float16."""
 
 import functools
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Steps whose loss is far above the losses before are left out."""
+"""Skips steps whose loss is far above recent losses."""
 
 import math
 from typing import Any, NamedTuple

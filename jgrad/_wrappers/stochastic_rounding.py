@@ -1,4 +1,4 @@
-"""bfloat16 parameters without a master copy: the new weight is rounded stochastically."""
+"""Trains bfloat16 parameters without float32 copies, by stochastic rounding."""
 
 import functools
 from collections.abc import Callable

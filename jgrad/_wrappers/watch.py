@@ -1,4 +1,4 @@
-"""What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
+"""Measures what an optimizer does: norms, ratios and counters, as arrays in the state."""
 
 import functools
 import itertools
