@@ -163,7 +163,7 @@ from jgrad._wrappers.zero import zero
 __version__ = "1.1.0"
 
 
-if not _typing.TYPE_CHECKING:  # else a checker takes every name for one of the module
+if not _typing.TYPE_CHECKING:  # else type checkers accept any name of the module
 
     def __getattr__(name: str) -> object:
         """An error that says what to use for a name of other libraries, or one that is gone."""

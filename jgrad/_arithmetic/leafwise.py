@@ -29,8 +29,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Function = Callable[..., Any]
-# A function and the arrays that it reads. JAX's trace cache looks functions up by identity, so a
-# call must name the same function object each time it is made.
+# A function and the arrays that it reads. JAX's trace cache looks functions up by identity, so
+# every call must use the same function object.
 Call = tuple[Function, tuple[Any, ...]]
 
 # A list with an entry per leaf, or one scalar for all of them.
@@ -117,7 +117,7 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
         if (j := first.setdefault((f, structure, *ids), i)) != i:
             repeated[i] = j
             continue
-        positions = tuple(map(ids.index, ids))  # an array that is there twice is one argument
+        positions = tuple(map(ids.index, ids))  # an array that occurs twice is one argument
         arrays = list(map(leaves.__getitem__, dict.fromkeys(positions)))
         alike[f, structure, positions, *map(_kind, arrays)].append((i, arrays))
     for (f, structure, positions, *_), members in alike.items():

@@ -211,7 +211,7 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
     zeros = jnp.where(x == x, zero, zero)
-    # As of 0.12 JAX types a choice between constants as these are, and does not ask what chooses.
+    # As of 0.12, JAX gives a choice between constants their type, whatever chooses.
     is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec
     return zeros if is_typed else shardings.sharded_as(zeros, x)
 

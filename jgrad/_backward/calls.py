@@ -30,7 +30,7 @@ _NAME = "step_in_backward"
 
 partial_eval = Unpromised(_NAME)
 _OF_OPTAX = ("value", "grad", "value_fn")
-# What JAX raises where Python looks at the number that a traced array stands for.
+# What JAX raises if Python code needs the value of a traced array.
 _ASKS_PYTHON = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -56,7 +56,7 @@ def check_call(
         if x is not None and not _is_traceable(x):
             remedy = "expected an array, as in `eqx.filter(model, eqx.is_inexact_array)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, {remedy}")
-    keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
+    keywords = {name: x for name, x in keywords.items() if name != "loss"}  # the step provides it
     for name in sorted(keywords.keys() & _argument_names(loss, 1 + len(args))):
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")

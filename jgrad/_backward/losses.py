@@ -27,11 +27,11 @@ _NAME = "step_in_backward"
 core = Unpromised(f"`{_NAME}`")
 
 Arrays = list[jax.Array]
-Cotangents = list[jax.Array | None]  # None of what is not differentiated
+Cotangents = list[jax.Array | None]  # None for what is not differentiated
 # By variable of a jaxpr.
 Environment = dict[Any, Any]
 
-# Operations through which a call is seen: what they do beside it is done without them.
+# Primitives that may contain a call: whatever else they do is done without them.
 _JIT = {"jit", "pjit"}
 _SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
 

@@ -80,7 +80,7 @@ class SavedCall:
 
         pulled, pull, kept = jax.vjp(of_varied, _of(operands, self._varied, True), has_aux=True)
         results = _merged(self._pulled, pulled, kept)
-        # The arrays of the vjp are operands, but for the carry, or stored, or known to all layers.
+        # The arrays of the vjp are operands (except the carry), or stored, or known to all layers.
         arrays, structure = jax.tree.flatten(pull)
         of_carry = range(len(self._others), len(self._others) + len(carry))
         known = {id(y): k for k, y in enumerate(operands) if k not in of_carry}

@@ -18,8 +18,8 @@ Block = Callable[..., PyTree]
 # True, False, or a policy of `jax.checkpoint`.
 Remat = bool | Callable[..., Any]
 
-# The innermost scope of a scan over layers, and how many stacked leaves it has. It is seen in a
-# jaxpr after `vmap` and inside `jit`, whose traces JAX may have kept from calls before.
+# The innermost scope of a scan over layers, with the number of its stacked leaves. A jaxpr shows it
+# even after `vmap` and inside `jit`, whose traces may be cached from earlier calls.
 _SCOPE = re.compile(r"jgrad:scan_layers\[(\d+)\]\)*$")
 
 
@@ -127,7 +127,7 @@ def scan_layers(
         return result
 
     if remat is not False:
-        # A scan keeps XLA from joining both computations; a barrier for it would cost time.
+        # A scan keeps XLA from merging both computations; a barrier would cost time.
         policy = None if remat is True else remat
         body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     leaves, structure = trees.flatten(layers)
@@ -159,7 +159,7 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
             along = f"axis {k}" if k else "the first axis"
             arg.fail(i, ValueError, f"{length} layers along {along}, expected {expected}")
         names = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[k % x.ndim]
-        if names is not None:  # with explicit axes: with automatic ones no type says it
+        if names is not None:  # with explicit axes; with automatic ones, types don't say it
             came = f"sharded over {names!r} along the axis of the layers, which a scan cuts"
             arg.fail(i, ValueError, f"{came}, expected another axis, or none")
     return count

@@ -32,13 +32,13 @@ from jgrad._wrappers.apply_gradients import apply_gradients
 
 _NAME = "step_in_backward"
 
-# What to use in the place of transformations of optax, by names of functions that make them.
+# What to use instead of optax's transformations, by the names of their factories.
 _OURS = {
     "apply_if_finite": "`jgrad.skip_nonfinite`",
     "scale_by_factored_rms": "`jgrad.adafactor`",
     "scale_by_trust_ratio": "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`",
 }
-# What devices do with arrays, each of whose elements stays by itself.
+# Primitives that move arrays between devices, but keep elements separate.
 _OF_DEVICES = {
     *("device_put", "pcast", "pmax", "pmin", "psum", "psum_invariant", "pvary", "reshard"),
     "sharding_constraint",
@@ -304,7 +304,7 @@ class ShareUpdate:
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
                 self._refuse_state(i)
-        if mixes and foreign is None:  # it hands on what it was given, which nobody has seen
+        if mixes and foreign is None:  # it passes on its input, which nobody has seen
             self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 

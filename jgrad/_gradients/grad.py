@@ -22,12 +22,12 @@ Rest = ParamSpec("Rest")
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 
-# Set on what `grad` returns, to itself: the gradient of a gradient differentiates the sum of its
-# elements, and `functools.wraps` copies attributes to wrappers that are no gradients.
+# Set on what `grad` returns, to itself. The gradient of a gradient differentiates the sum of its
+# elements, and `functools.wraps` also copies attributes to wrappers that are not gradients.
 _GRADIENT = "_jgrad_gradient"
 
 
-# Of the first argument, which most people differentiate, a checker knows the type.
+# Type checkers know the type of the first argument, which most people differentiate.
 @overload
 def grad(
     func: Callable[Concatenate[First, Rest], Any], *, has_aux: Literal[False] = False

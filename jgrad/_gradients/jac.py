@@ -152,7 +152,7 @@ def _reverse(
     if may_transpose and fewer_inputs and not any(map(jnp.iscomplexobj, inputs)):
         push = jax.linear_transpose(one, leaves)
         along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
-        # Where a custom backward pass has no transpose, what follows is right all the same.
+        # If a custom backward pass has no transpose, the code below is right all the same.
         with contextlib.suppress(NotImplementedError, AssertionError):
             return value, _blocks_of_columns(along(_basis(inputs)), inputs)
     return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)

@@ -103,7 +103,7 @@ class Commit:
         if self._is_joined or self._outer is None:
             return self._flag
         flag = self._flag & self._outer.flag
-        if trace_state() == self._trace:  # else it is a tracer of a branch
+        if trace_state() == self._trace:  # otherwise it is a tracer of a branch
             self._flag, self._is_joined = flag, True
         return flag
 
@@ -172,8 +172,8 @@ class _Making(NamedTuple):
     arguments: tuple[Callable[[], Any], ...]
 
 
-# By the identity of each new array, as long as that is there. A trace keeps its arrays, so it would
-# never end if one were kept here.
+# By the identity of each new array, for its lifetime. A trace keeps its arrays, so it would never
+# be freed if one were kept here.
 _made: dict[int, _Making] = {}
 
 

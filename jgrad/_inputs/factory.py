@@ -56,11 +56,11 @@ class Reads(NamedTuple):
     read: Callable[[str, Any], Any]
 
 
-# What a check is given: the names of the factory and of the option, and its value.
+# The arguments of a check: the names of the factory and of the option, and its value.
 Kind = Role | Callable[[str, str, Any], Any] | Reads | None
 
 _RULE = "weight_decay_rule"
-# What every method has that decays, and every one whose moments have a form.
+# The options of all methods with weight decay, and of all with moments.
 DECAY: dict[str, Kind] = {
     _RULE: one_of(*options.DECAY_RULES),
     "weight_decay": Role.DECAY,
@@ -68,7 +68,7 @@ DECAY: dict[str, Kind] = {
 }
 COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
-# What every method has that looks at matrices.
+# The options of all methods for matrices.
 MATRICES: dict[str, Kind] = {
     "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
     "split": lambda function, _, x: matrix_options.read_split(function, x),

@@ -70,9 +70,9 @@ class Role(enum.Enum):
 MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}
 # They may have any shape that broadcasts to the weights.
 BROADCAST = MOMENTS | {Role.RATE}
-# They have elements of their own, and not one number per leaf.
+# They have an entry for each element, instead of one number per leaf.
 ARRAYS = BROADCAST | {Role.WEIGHTS, Role.GRADIENT}
-# They are complex where the weights are.
+# They are complex if the weights are.
 COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
 
 Roles = Mapping[str, Role]
@@ -131,7 +131,7 @@ class AlignedArguments:
 
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
-        # The weights may be one array for a tree of gradients: the finer of both has the leaves.
+        # The weights may be one array for a tree of gradients: the finer of the two has the leaves.
         both = (self._reference, self._gradient)
         name = max(both, key=lambda name: len(self._counts[name]))
         tree, counts = self._trees[name], self._counts[name]
@@ -237,8 +237,8 @@ class AlignedArguments:
             if role is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
             elif role in BROADCAST:
-                # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar
-                # is fine.
+                # Without weights, nothing can be enlarged: a moment of shape (1,) for a scalar is
+                # fine.
                 checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
             elif not (role in ARRAYS or self._packed):
                 given = ArgLeaves.from_tree(self._function, name, self._trees[name])
@@ -405,7 +405,7 @@ def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree
 
 
 def _is_list(x: Any) -> bool:
-    return type(x) in (list, tuple)  # no NamedTuple: that is a tree
+    return type(x) in (list, tuple)  # not a NamedTuple, which would be a tree
 
 
 def _is_numbers(x: Any) -> bool:
@@ -421,7 +421,7 @@ def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree
         isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
         for x in jax.tree.leaves(tree)
     ):
-        return tree  # the short way: most of what an eager call spends outside XLA is spent here
+        return tree  # the fast path: an eager call spends most of its time outside XLA here
     tree = checks.values_of(tree)
     checks.arrays_or_numbers(function, name, tree)
     if (

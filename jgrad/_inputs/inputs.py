@@ -189,7 +189,7 @@ class Inputs(Parameters):
             self.w = checks.parameters(self.reference)
         self.commit: Commit | None = around.commit
         if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
-            self.commit = None  # it clips what overflows, for gradients that it knows alone
+            self.commit = None  # it clips overflow, but only for gradients that it knows
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then: Then | None = around.then
         self._structure = trees.flatten(self.tree)[1]
@@ -339,8 +339,8 @@ class Inputs(Parameters):
         return gradients
 
 
-# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not its
-# own, whatever the optimizer.
+# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not
+# flax's own, whatever the optimizer.
 _NOT_PACKED = (
     "pack a restored state by `pack(state, like=jax.eval_shape(tx.init, params))`; flax's "
     "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "

@@ -58,8 +58,8 @@ class LeafFunction:
 
     def __init__(self, function: Function, no_kernel: str = "") -> None:
         """`no_kernel` says why a TPU cannot have the function as a kernel, where it cannot."""
-        # Kept here, and not for ever: a user may have made the function. One function object for
-        # each choice, so that JAX's caches find it again.
+        # Kept here instead of globally, because the function may be a user's. One function object
+        # for each choice, so that JAX's caches find it again.
         self._program = functools.cache(functools.partial(_program, function))
         self._kernel = functools.cache(functools.partial(_kernel, no_kernel))
         functools.update_wrapper(self, function)
@@ -99,7 +99,7 @@ class LeafFunction:
         program = self._program(chosen, rule)
         calls: list[Call | None] = [None] * len(g)
         told: list[int] = []
-        later: dict[int, tuple[Any, ...]] = {}  # XLA joins it with what reads the update
+        later: dict[int, tuple[Any, ...]] = {}  # XLA fuses it with what reads the update
         for i, x in enumerate(g):
             if x is None:
                 continue

@@ -27,7 +27,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import automatic_mesh, unknown_axes
 
-# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+# The default of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not turn into an
+# array.
 LAST = (-1,)
 _OUTPUTS = "output_axes"
 
@@ -271,7 +272,7 @@ def _runs(
     split: ArgLeaves, i: int, matrices: MatrixAxes, sizes: Axes
 ) -> tuple[tuple[int, int], ...]:
     """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
-    # Inside `shard_map` the matrix, of which a device may have a part; before it leaves are whole.
+    # Inside `shard_map` the matrix, of which a device may have a part; outside, leaves are whole.
     outputs = matrices.in_shard_map.whole.sizes[0]
     shape = f"an array of shape {matrices.shape}"
     if sizes.values[-1] is ...:

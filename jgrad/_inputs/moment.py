@@ -180,7 +180,7 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
-    # Where leaves are packed, some methods say it of leaves and not of arrays; none is whole there.
+    # If leaves are packed, some methods pass this per leaf and not per array; none is whole there.
     names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
     for i, (p, x, names_of, stacked_axes) in enumerate(zip(leaves, like, names, axes, strict=True)):
         if p is not None and isinstance(x, Factors):

@@ -63,7 +63,7 @@ def _checked(
         is_real = checks.is_numeric(x) and (
             jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
         )
-        # A bare None is no number; in a tree it stands beside a parameter that is None.
+        # A bare None is not a number; in a tree, it corresponds to a parameter that is None.
         if not (is_real or checks.is_number(x) or (x is None and tree is not None)):
             expected = "a real array or a number"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")

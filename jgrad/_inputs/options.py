@@ -34,15 +34,15 @@ class Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# A number, an array, or a function of the number of updates done; or a prefix tree or `by_path` of
-# them. Trees are spelled out, so that a type checker refuses a string.
+# A number, an array, or a function of the number of completed updates; or a prefix tree or
+# `by_path` of these. Trees are spelled out, so that type checkers reject strings.
 Tree = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Dataclass
 LearningRate = ArrayLike | Callable[[jax.Array], Any] | Tree
-Number = LearningRate  # but no array of more than one element
-# A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
-# is True for all.
+Number = LearningRate  # but not an array of several elements
+# A prefix tree of bools, or a function that returns one from the parameters' shapes and dtypes;
+# None is True for all.
 Mask = PyTree | Callable[[PyTree], PyTree] | None
-# What a weight decay is multiplied by, and where it acts; "coupled" where it may be in momentum.
+# How weight decay is applied; "coupled" if it may be part of the momentum.
 DecayRule = Literal["decoupled", "cautious", "independent"]
 CoupledDecayRule = Literal["coupled"] | DecayRule
 DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
@@ -60,7 +60,7 @@ def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTre
 
 
 def _without_schedules(tree: PyTree) -> PyTree:
-    # A number in the range of every option.
+    # A number that is in the range of every option.
     return trees.map_leaves(lambda x: 0.5 if trees.may_be_function(x) else x, trees.opened(tree))
 
 
@@ -174,7 +174,7 @@ def _numbers_of(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> Py
     x = called(inputs, name, option, lambda: step.done)
     if x is not option:
         return trees.map_leaves(_scheduled, x)
-    results: dict[int, Any] = {}  # leaves with one schedule share a number in the program
+    results: dict[int, Any] = {}  # leaves with the same schedule share a number in the program
 
     def result(leaf: Any) -> Any:
         if not trees.may_be_function(leaf):

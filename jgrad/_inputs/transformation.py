@@ -241,7 +241,7 @@ class MomentOptions(NamedTuple):
         real: bool,
     ) -> Moment:
         """One moment, stored in the form that was asked for."""
-        if shapes is None:  # no such moment, or parameters of one leaf that has none
+        if shapes is None:  # no such moment, or the only parameter has none
             return Moment([None] * len(inputs.specs), inputs.specs)
         is_whole = shapes is inputs.tree
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
@@ -354,7 +354,7 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
 
 # (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
 # returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
-# Updates are added to the parameters. What else a state has comes behind them, field by field.
+# Updates are added to the parameters. Other fields of the state follow in order.
 Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
@@ -460,7 +460,7 @@ def _in_state(
     if new is None or state is None:
         return None
     check_form(name, new, moment.old)
-    # The old moments stay where there is no new one.
+    # The old moments stay if there are no new ones.
     return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 

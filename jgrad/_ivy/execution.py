@@ -194,7 +194,7 @@ def _targets(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_
     if idxs is None or (idxs is _DEFAULT and type(tree) not in (list, tuple)):
         return everything
     paths = _paths(argument, idxs)
-    # [[0]] written out means the default too, in Ivy's documents, where there is nothing at 0.
+    # In Ivy's documentation, an explicit [[0]] also means the default if there is nothing at 0.
     nothing = trees.children(tree) is None or (isinstance(tree, dict) and 0 not in tree)
     if paths == [(0,)] and nothing:
         return everything

@@ -25,7 +25,7 @@ core = Unpromised("moments in 8 bits")
 _KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
-# How a leaf is computed: by a kernel of Pallas, or by two passes of XLA.
+# How a leaf is computed: by a Pallas kernel, or by two passes of XLA.
 Lowering = Literal["kernel", "two passes"]
 
 

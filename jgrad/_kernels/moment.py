@@ -53,7 +53,7 @@ class LeafMoment:
     flag: jax.Array | None = None
     clips: bool = dataclasses.field(default=False, metadata={"static": True})
     has_form: bool = dataclasses.field(default=True, metadata={"static": True})
-    new = None  # without a type, so that it is no field, and no argument of a program
+    new = None  # without a type, so that it is not a field, and not an argument of a program
 
     @property
     def blocks(self) -> Any:
@@ -168,7 +168,7 @@ class CodesPass(ScalePass):
         return new if self.flag is None else jax.tree.map(_where(self.flag), new, self.blocks)
 
 
-# What a function of one leaf is given for a moment.
+# What a function of one leaf gets for a moment.
 Moments = LeafMoment | KernelMoment
 
 
@@ -221,7 +221,7 @@ def bounded(rule: Function, flag: jax.Array | None, clips: bool) -> Function:
     """A rule whose results may be kept: finite unless they are NaN, where that is asked for."""
     if flag is None or not clips:
         return rule
-    # Kept on the rule, with which it goes: a user may have made it.
+    # Kept on the rule, so that it lives as long: it may be a user's.
     kept_there: Function = vars(rule).setdefault("_bounded", functools.partial(_bounded, rule))
     return kept_there
 

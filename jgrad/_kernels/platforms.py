@@ -88,7 +88,7 @@ def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
     return step.plain(*operands)
 
 
-_traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
+_traced = jax.jit(_plain, static_argnames="step")  # JAX caches its trace
 
 
 _is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since JAX 0.11
@@ -166,7 +166,7 @@ def in_two_passes(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Arr
     computed for that. Here all scales of a leaf are known before its codes are read again.
     """
     _, scales = step.call(step.arguments(operands), ScalePass)
-    # Without the barrier XLA would find that both passes begin alike, and join them.
+    # Without the barrier, XLA would notice that both passes begin alike, and merge them.
     again, known = barrier((list(operands), [moment.new for moment in scales]))
     scale = iter(known)
     args = step.arguments(again)
@@ -181,7 +181,7 @@ def _is_on_one_device(context: Any) -> bool:
 
     False where nothing says it: a kernel would take a shard for the leaf.
     """
-    # What a lowering knows of its devices is private, checked in JAX 0.8 to 0.12.
+    # What a lowering knows about its devices is private; checked in JAX 0.8 to 0.12.
     manual, mesh = (getattr(context, name, None) for name in ("manual_axes", "mesh"))
     if manual is not None and mesh is not None:
         return set(manual) >= {name for name, n in mesh.shape.items() if n > 1}

@@ -19,16 +19,16 @@ from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_lea
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
 
-# Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
+# Ivy adds this to the denominators of its trust ratios; the papers treat a zero norm separately.
 IVY_GUARD = 1e-12
 
-# ---- quotients of norms, with a slope at every scale -------------------------------------------
+# ---- quotients of norms, differentiable at every scale -----------------------------------------
 
 
 @jax.custom_jvp
 def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
     """times sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
-    # XLA would multiply by the reciprocal of a root, for every leaf anew: here it sees no root.
+    # XLA would multiply by the reciprocal of a root, again for every leaf: here it sees no root.
     root = jnp.where(b > 0, jnp.sqrt(b), b)
     return times * jnp.sqrt(a) / root
 

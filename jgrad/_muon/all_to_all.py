@@ -75,7 +75,7 @@ class _Kind(NamedTuple):
     mesh_axes: MeshAxesPerAxis
 
 
-# For the arrays of a kind, by number, the part that a device has of each as (matrices, *block).
+# For the arrays of a kind, by number: each device's part of them, as (matrices, *block).
 _Members = dict[int, View]
 
 

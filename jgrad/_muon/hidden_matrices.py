@@ -32,14 +32,14 @@ _BETWEEN = re.compile(r"[.:\s]|__")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
-# Words at the end that only say that it is an array: `lm_head_weight`, `embedding_table`.
+# Words at the end that only mean an array: `lm_head_weight`, `embedding_table`.
 _ARRAY = ("kernel", "matrix", "table", "w", "weight", "weights")
 
 _OUTPUTS_FIRST = "weight"  # as PyTorch and equinox name a kernel of (out, in)
 
 _VECTOR = re.compile(r"[bg]\d*")  # a bias or a gain, but also one of two factors
 
-_MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
+_MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, not a head
 
 
 class HiddenMatrices:

@@ -315,7 +315,7 @@ def _of_whole_matrices(
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, x in stacks.items():
         # JAX loses track of replication when replicated and sharded arrays are concatenated, so
-        # they are grouped apart.
+        # they are grouped separately.
         groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
     for members in groups.values():
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]

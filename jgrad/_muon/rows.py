@@ -127,7 +127,7 @@ def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     for axis, names in rows.sharded(rows.sides[0]):
         norms = all_gather(norms, names, 2 + axis)
     exact, scaled = norms
-    # Only where one overflowed: scaled norms of small rows are 0.
+    # Only if one overflowed, because scaled norms of small rows are 0.
     over = tuple(1 + axis for axis in rows.sides[0])
     exact = jnp.where(jnp.any(jnp.isinf(exact), axis=over, keepdims=True), scaled, exact)
     view = rows.of_whole_rows(exact.shape[1:]).view(per_row=True)
@@ -174,7 +174,7 @@ def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
         few = _found(x, *_first(is_some, count))
         is_tall = few.shape[1] > few.shape[2]
         new = steps(jnp.swapaxes(few, 1, 2) if is_tall else few)
-        # Where fewer rows are not zero, those behind them are put nowhere: they are zeros.
+        # If fewer rows are nonzero, the rest are zeros and are written nowhere.
         new = jnp.swapaxes(new, 1, 2) if is_tall else new
         x = _found(new, is_some, _slots_of(is_some, count))
         return jnp.swapaxes(x, 1, 2) if are_columns else x

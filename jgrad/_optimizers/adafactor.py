@@ -114,7 +114,7 @@ def _inverse_roots(
     return jnp.sqrt(mean) * _inverse_root(rows), _inverse_root(numerics.positive(columns))
 
 
-# A gradient counts as no more than its square does: else steps would have no bound.
+# A gradient is clipped where its square is, or steps would have no bound.
 
 
 @on_leaf(arrays=1)

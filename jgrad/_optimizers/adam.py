@@ -78,7 +78,7 @@ def corrections(
         divisor, epsilon = c1, numerics.once(root * epsilon)
     else:
         divisor = c1 + epsilon
-    # The quotient comes last: XLA computes a division once, and what follows it for every leaf.
+    # The quotient comes last: XLA computes a division once, but what follows it for every leaf.
     return root / jnp.where(divisor == 0, jnp.ones_like(divisor), divisor), epsilon
 
 
@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-# Of both faces, and of what is built upon Adam.
+# For updates, transformations, and methods built on Adam.
 NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
 BIAS_CORRECTION = one_of("step_size", "moments", None)
 
@@ -108,7 +108,7 @@ def numbers_of(
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
     of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
-    # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
+    # Leaves that share their numbers share the result: one scalar in the program, not one per leaf.
     known = {
         tuple(map(id, row)): correct(*row)
         for row in {tuple(map(id, r)): r for r in of_leaves if r}.values()

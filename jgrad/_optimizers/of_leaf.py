@@ -22,7 +22,7 @@ from jgrad._trees.explained import Transformation, explained, refuse_without_eff
 
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
-_STEP = "step"  # is no option
+_STEP = "step"  # not an option
 _SHARED: dict[str, Any] = {**DECAY, "mesh_axes": None, **FORM}  # options, as `lion` has them
 
 # Names of other options, and of what `update` knows.
@@ -46,7 +46,7 @@ class Beta(_Forms):
         expected = "`.value`, `.complement` or `.correction` of it"
         raise TypeError(f"{_NAME}: a number named `beta...` in arithmetic, expected {expected}.")
 
-    # Those of a tuple would repeat it, or would not say what is wrong.
+    # Those of a tuple would repeat it, or not say what is wrong.
     __add__ = __mul__ = __rmul__ = _is_no_number
     __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _is_no_number
 

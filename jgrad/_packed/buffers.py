@@ -117,7 +117,7 @@ def _cut(spans: Sequence[Span], x: jax.Array) -> list[jax.Array]:
     return [y for (span, _), y in zip(pieces, vectors, strict=True) if span is not None]
 
 
-# Both by operations of `lax`, which are a fraction of those of `jnp` to trace, a thousand times.
+# Both use `lax`, which traces in a fraction of the time of `jnp`, a thousand times over.
 
 
 def _to_blocks(span: Span, x: jax.Array) -> jax.Array:
@@ -161,12 +161,12 @@ def _order_of_scale(span: Span) -> tuple[int, ...]:
     return (*stacked, *(axis for axis in axes if axis not in stacked))
 
 
-# Pieces of one size up to which one turn compiles as quickly as two; a kernel takes 5 to 10 ms.
+# Pieces of one size up to which one stage compiles as quickly as two; a kernel takes 5 to 10 ms.
 _FEW = 8
 
 
-# Pieces from which an eager call takes them one by one, and joins them by so many at a time: 5,000
-# pieces are split in a second, and in half a minute by one program.
+# Number of pieces from which an eager call processes them one by one, and joins this many at a
+# time: 5,000 pieces are split in a second, but by one program in half a minute.
 _MANY = 256
 _AT_A_TIME = 64
 
@@ -251,7 +251,7 @@ def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Ar
 
     if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
         return plain(vectors)
-    # On other devices the host would wait for the condition.
+    # On other devices, the host would wait for the condition.
     return jax.lax.platform_dependent(vectors, cpu=in_branch, default=plain)
 
 

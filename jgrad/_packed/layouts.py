@@ -29,15 +29,16 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SIZE, SMALLEST
 from jgrad._trees.protocols import PyTree
 
-# Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
-# 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000
-# leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from 512 on, where
-# the chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a
-# multiple of that. Unmeasured on accelerators. In 8 bits a row is what shares a scale.
+# Number of elements in a block. Wider blocks pad more: a transformer of 193 leaves by 1% at 128, 3%
+# at 256, 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores,
+# Adam on 1000 leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from
+# 512 on, where the chunks of its norms no longer fit the first-level cache (`rows`). It is a
+# multiple of 128, the width of a TPU's lanes; unmeasured on accelerators. In 8 bits, the elements
+# of a row share a scale.
 WIDTH = SIZE
 
 _SHOWN = 10  # leaves of a buffer that are printed
-APART = " small"  # how the names of buffers end that have small leaves alone
+APART = " small"  # ends the names of buffers with only small leaves
 
 
 # ---- one leaf ----------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class Layout:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # JAX compares at every call of a compiled function; mostly it is one object.
+        # JAX compares it in every call of a compiled function; usually it is the same object.
         if self is other:
             return True
         if not isinstance(other, Layout):
@@ -259,8 +260,9 @@ class Layout:
             members.sort(key=lambda member: (member[1].first, member[1].num_blocks, member[0]))
         return buffers
 
-    # A copy is this very layout. Structures of nodes that are not JAX's own cannot be pickled, and
-    # hashes of strings differ from process to process: a tree of numbers and plain data go instead.
+    # A copy is the same object. Structures with nodes that are not JAX's own cannot be pickled, and
+    # hashes of strings differ between processes, so a tree of numbers and plain data is stored
+    # instead.
 
     def __copy__(self) -> "Layout":
         return self
@@ -365,7 +367,7 @@ def layout_of(
             continue
         large = max_size is not None and math.prod(x.shape) > max_size
         if large or not checks.is_inexact(x):
-            name = f"leaf {i}"  # not the path: two leaves may have one
+            name = f"leaf {i}"  # not by path: two leaves may share one
             spans[i] = Span(path, np.dtype(x.dtype), leaf_layers, name, None, 0)
             shapes[name] = x.shape
             continue
@@ -373,7 +375,7 @@ def layout_of(
         is_apart = small_apart and math.prod(x.shape) < SMALLEST
         name = x.dtype.name + APART * is_apart
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
-    # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
+    # Equal leaves are neighbours, because XLA compiles equal work once.
     packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
     buffers: dict[str, list[tuple[int, Span]]] = {}
     for member in packed:

@@ -63,7 +63,7 @@ class Packed(Generic[Tree]):
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed[Any]":
-        # Without a check of the buffers: JAX puts objects of all kinds there.
+        # Buffers are not checked, because JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
         self.layout = layout

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
-_DROPPED = 16  # bits of a float32 that a bfloat16 has not
+_DROPPED = 16  # bits of a float32 that a bfloat16 does not have
 _QUIET = 0x400000  # with it, the mantissa of a NaN is not 0
 
 

@@ -109,7 +109,7 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
 
 def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     """32 random bits for each element of a leaf, or of some rows of a buffer."""
-    # With explicit axes each device would otherwise make the bits of all.
+    # With explicit axes, each device would otherwise compute the bits of all devices.
     return random_bits(of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
 
 

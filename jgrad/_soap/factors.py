@@ -25,7 +25,7 @@ from jgrad._trees.shardings import is_sharded, on_automatic_axes
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
 
-# Rounding of a moment in 8 bits, in parts of its elements: what some updates leave of it is 0.1.
+# Relative rounding error of an 8-bit moment; averaged over some updates, it is about 0.1.
 _OF_CODES = 0.25
 
 
@@ -53,7 +53,7 @@ class SoapFactors(NamedTuple):
 
 
 SoapFactors.__module__ = "jgrad"
-# Of one leaf: one, or of a leaf that is split in blocks of several sizes a tuple of them.
+# For one leaf; a tuple if the leaf is split into blocks of several sizes.
 OfLeaf = tuple[SoapFactors, ...]
 _FIELDS = SoapFactors._fields
 

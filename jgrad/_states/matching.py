@@ -133,10 +133,10 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
 
 
 Momentum = Literal["keep", "reset"]
-_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None of one that is not
+_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None if it isn't
 KEEP = "keep"
 
-# What an array is made of, beside one that is carried over as it is; as accounts say it.
+# What an array is made from if it is not carried over as it is, in the words of accounts.
 IDENTITY = "the identity, in which moments are Adam's"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 

@@ -174,7 +174,7 @@ class _Shardings:
                 continue
             if packing.is_packed(params):
                 followed = params.buffers.get(name)
-                if leaf is None:  # moments of some leaves alone have fewer rows
+                if leaf is None:  # moments of only some leaves have fewer rows
                     followed = _with_rows_of(followed, buffer.shape)
             else:
                 followed = None if leaf is None else self.leaves[leaf]

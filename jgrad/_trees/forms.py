@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
-# Elements of a global array from which it is stored in 8 bits: below, nothing is gained.
+# Number of elements of a global array from which it is stored in 8 bits; smaller ones gain nothing.
 SMALLEST = 4096
 
 
@@ -34,11 +34,11 @@ class Blocks(NamedTuple):
       'float32'
     """
 
-    codes: Any  # arrays, or what JAX and its users put in their place
+    codes: Any  # arrays, or whatever JAX and its users put in their place
     scale: Any
 
     def __repr__(self) -> str:
-        # Of kinds and shapes: nobody reads codes, and states are printed with many of them.
+        # Only kinds and shapes: nobody reads codes, and printed states have many of them.
         return f"Blocks({', '.join(map(in_short, self))})"
 
     @property

@@ -181,7 +181,7 @@ class PathRules:
             hidden = [path for path in masked() if _may_match(pattern.split("/"), keys_of(path))]
             exact = [path for path in masked() if _matches(pattern, _texts(path))]
             begin = f"{begin}rule {pattern!r}: no leaf matches it; "
-            # With `**`, a misspelt rule may be that of leaves in anything that is masked.
+            # With `**`, a misspelt rule may match leaves in anything that is masked.
             if exact or (hidden and _ANY_KEYS not in pattern.split("/")):
                 expected = "expected rules for the leaves that are left"
                 raise ValueError(f"{begin}{_masked(exact or hidden)}; {expected}.")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 PyTree = Any
-Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
+Leaf = Any  # an array or a number, `Blocks`, a shape, None, or whatever else a model has
 KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
 
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._trees.protocols import PyTree
 
-# How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.8 to 0.12.
+# JAX's name for the axis of a `pmap` without one. Private; checked in JAX 0.8 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"
 
 
@@ -138,7 +138,7 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
     Also of a `jax.ShapeDtypeStruct`.
     """
     varying: set[str] = set()
-    for x in arrays:  # what types say of it is not documented, checked in JAX 0.8 to 0.12
+    for x in arrays:  # what types say about it is undocumented; checked in JAX 0.8 to 0.12
         kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
             varying.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)

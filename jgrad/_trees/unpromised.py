@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# Where each name is, in one of these modules: checked in JAX 0.8 to 0.12.
+# The modules in which each name may be, checked in JAX 0.8 to 0.12.
 _HOMES = {
     **dict.fromkeys(("Literal", "Primitive"), ("jax.extend.core",)),
     "get_opaque_trace_state": ("jax.extend.core", "jax.core"),  # the latter up to JAX 0.8

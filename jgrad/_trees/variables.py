@@ -18,7 +18,7 @@ from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 Names = Sequence[object]
-# Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.
+# Attributes in which nnx variables name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
 

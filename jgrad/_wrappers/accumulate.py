@@ -306,7 +306,7 @@ def _use(
     if outer is not None:
         outer.leave_out()
         if not outer.is_finite(updates):
-            # It says nothing of these gradients, unless they are left out whatever they are.
+            # It says nothing about these gradients, unless they are left out in any case.
             accepted = True if outer.clips else decisions.agreed(outer.flag, devices)
             outer = None
     if finite is None and outer is not None:
@@ -376,7 +376,7 @@ class _Window:
         if self.weights:
             divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
         divisor = divisor if self.mean else jnp.ones_like(divisor)
-        # Without a sum, zeros in the branch are constants, and take no memory.
+        # Without a sum, the zeros in the branch are constants and take no memory.
         g, sums = self.inputs.g, self.sums
         sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
         means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
@@ -436,7 +436,7 @@ def _branches(
     divided = sums
     if window.has_sum:
         divided = decisions.branch(close, window.means, window.widened)
-    # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
+    # What a branch reads varies like the choice between both, which `vmap` makes elementwise.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
     is_unrounded = inside.states_with(state, inside.UNROUNDED)
@@ -452,7 +452,7 @@ def _branches(
     def run() -> tuple[tuple[Leaves, PyTree], Settled | None]:
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
-        # Means of finite gradients are finite, so that a window is committed always.
+        # Means of finite gradients are finite, so a window is always committed.
         commit = None if outer is None else Commit(gradients, jnp.asarray(True))
         with telling(commit=commit, windows=commit):
             steps, new = tx.update(gradients, state, params, **extra_args)

@@ -117,7 +117,7 @@ def average_params(
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
-        # Where the average has None, `init` saw no parameter: of a model it may be given a part.
+        # Where the average has None, `init` saw no parameter: it may have got only part of a model.
         new = [None if o is None else x for x, o in zip(after, old.leaves, strict=True)]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)

@@ -37,7 +37,7 @@ def _ratio(
     one = jnp.ones_like(mantissa)
     root = numerics.safe_sqrt(largest) / jnp.sqrt(jnp.where(above, mantissa, one))
     root = jnp.where(mantissa == jnp.inf, jnp.full_like(root, jnp.nan), root)
-    # The division comes last: XLA computes it once, and what follows it for every leaf.
+    # The division comes last: XLA computes it once, but what follows it for every leaf.
     factor = jnp.where(above, root, one) / jnp.where(above, jnp.sqrt(scale), one)
     return factor, factor
 
@@ -135,7 +135,7 @@ def clip_by_global_norm(
                 made_of(new, clipped, x, *factors)
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if commit is not None:
-            # A norm is finite where all is finite: its mantissa does not overflow.
+            # A norm is finite if all elements are: its mantissa does not overflow.
             commit.take_finite(jnp.isfinite(norm.mantissa), updates)
         for commit in around.commits:
             commit.add_finite(leaves, of=updates)

@@ -24,11 +24,11 @@ from jgrad._trees.told import telling, told
 T = TypeVar("T")
 Static = TypeVar("Static")
 
-# One bool: of Python, or an array, which may be traced.
+# One bool: Python's, or an array, which may be traced.
 Flag = bool | jax.Array
 
-# Leaves per stack of flags. An eager call compiles a program of so many arguments once: in 0.4 s,
-# and one of 5,000 in 18 s.
+# Leaves per stack of flags. In eager mode, a program with this many arguments compiles once, in 0.4
+# s; one with 5,000 takes 18 s.
 _TOGETHER = 256
 
 # ---- whether arrays are finite -----------------------------------------------------------------
@@ -84,7 +84,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
     # zeros that all leaves of a shape then read.
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     if jnp.finfo(x.dtype).bits < 32:
-        # Else XLA writes out the float32 form of x, which this sum and the update both read.
+        # Otherwise, XLA writes x in float32 to memory, which both this sum and the update read.
         parts = jax.lax.optimization_barrier(parts)
     return jnp.sum(jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in parts]))
 
@@ -244,10 +244,10 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     if isinstance(use, jax.core.Tracer):
         names = shardings.varying_axes(use)
         branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
-        # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
-        # the branches of a bool around, but not those of a number.
+        # XLA copies what a branch returns unchanged, unless it is the first branch. On GPUs, it
+        # swaps the branches of a bool, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)
-        # For a TPU it moves part of what follows into the branches, and writes that, too.
+        # On TPUs, it moves part of what follows into the branches, and writes that to memory, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
 
@@ -271,8 +271,8 @@ def noted_branch(
     here, static = told(), None
     old = here.notes
 
-    # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no
-    # array, which would be one of that trace.
+    # A branch only returns arrays, and is traced once: here it leaves everything else that it
+    # knows, but no arrays, which would belong to that trace.
     def run() -> tuple[T, dict[str, jax.Array] | None]:
         nonlocal static
         new = None if old is None else dict(old)

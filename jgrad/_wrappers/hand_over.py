@@ -180,7 +180,7 @@ class RejectingInputs(WrapperInputs):
         self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
         old = old._replace(inner=self.state)
         for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-            # What does not leave out gradients has chosen: of integers no more is asked.
+            # Whatever does not leave out gradients has chosen; integers need nothing more.
             if of is None or (of.is_old_or_new if self.leaves_out else of.has_kept)(n, o):
                 self.outer.keep([n], [o])
 

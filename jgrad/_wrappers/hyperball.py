@@ -41,11 +41,11 @@ from jgrad._trees.told import note, told
 from jgrad._wrappers import decisions, inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 
-# Norms from 2^-40 to 2^40 are measured as they are, smaller ones in the first of these units and
-# larger ones in the last: squares of the smallest normal float32, and sums of those of 2^40 of the
-# largest, are normal numbers then. And where |w|^2 overflows in the unit of the radius, |w| is 2^24
-# times as large or more, as `_factors` asks. Exponents of float32; those of float64 are eight
-# times as large.
+# Norms from 2^-40 to 2^40 are computed unscaled, smaller ones in the first of these units and
+# larger ones in the last, so that squares of the smallest normal float32, and sums of 2^40 squares
+# of the largest, are normal numbers. And if |w|^2 overflows in the unit of the radius, |w| is at
+# least 2^24 times as large, as `_factors` requires. These are exponents for float32; those for
+# float64 are eight times as large.
 _LOW, _HIGH = -40, 40
 _UNITS = (-76, 0, 86)
 
@@ -93,8 +93,8 @@ def steps_on_sphere(
     chosen = [i for i, r in enumerate(radii) if u[i] is not None and r is not None]
     chosen.sort(key=lambda i: layers[i].sort_key)
     results = list(u)
-    # Batches are of one precision: units in float64 say nothing of squares in float32. And they
-    # vary alike, since there is one condition for all of them: see `layer_norms`.
+    # Batches have the same precision, because units in float64 say nothing about squares in
+    # float32. And they vary alike, because one condition serves all of them: see `layer_norms`.
     groups: dict[tuple[np.dtype, tuple[str, ...]], list[int]] = {}
     for i in chosen:
         key = numerics.real_dtype(w[i], u[i]), layers[i].varying
@@ -144,11 +144,11 @@ def _factors(
 ) -> tuple[jax.Array, ...]:
     """s - 1, and the factors of u, layer by layer, from the sums."""
     is_kept = radius > 0
-    # Where none is kept, a number that slopes can pass: they are 0 times what is finite.
+    # Where no norm is kept, a number with finite derivatives, which are then multiplied by 0.
     r = jnp.where(is_kept, radius / unit, jnp.ones_like(radius))
-    # Bounds that change nothing beside rounding, and let nothing overflow: where |w| is 2 / eps
-    # times the radius, a sum with w rounds new weights to zeros, and a rate that is the square of
-    # this leaves the direction of u alone. By a power of four, s - 1 is -1.
+    # Bounds that only affect rounding, and prevent overflow: if |w| is 2 / eps times the radius, a
+    # sum with w rounds new weights to zeros, and with a rate that is the square of this, only the
+    # direction of u is left. By a power of four, s - 1 is -1.
     info = jnp.finfo(ww.dtype)
     far = 4 / float(info.eps) ** 2
     rate = jnp.minimum(rate, far)
@@ -157,8 +157,8 @@ def _factors(
     along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
     moved = 2 * along * (wu / r) + rate * rate
     d = excess + moved
-    # 1 + d, in which small weights and a small rate do not vanish beside 1. A new weight that
-    # vanishes has no direction: below this bound, rounding has chosen one.
+    # 1 + d, in which small weights and a small rate are not lost beside 1. A new weight that
+    # vanishes has no direction: below this bound, it would be rounding noise.
     norm = jnp.sqrt(jnp.maximum(old + moved, info.eps * (old + rate * rate) + info.tiny))
     shrink = jnp.where(is_kept & (uu != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
     factors = (1 / unit_of_u, along / norm, radius)
@@ -194,7 +194,7 @@ def _all_sums(
         unusual.append(jnp.any(((of_w != 1) | (of_u != 1)) & (r > 0) & nonempty))
 
     def rescaled() -> list[_Sums]:
-        # XLA for GPUs computes both branches at each step, unless one has such a barrier.
+        # On GPUs, XLA computes both branches at each step, unless one has such a barrier.
         of_w, of_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
         factors = (
             norms.split(layers, [1 / x for x in unit], as_elements=False) for unit in (of_w, of_u)
@@ -420,7 +420,7 @@ def hyperball(
         inputs = Parameters(_NAME, params)
         checks.parameters(inputs.reference)
         chosen = _keeping(inputs, leaves)
-        # Outside of `shard_map` leaves are whole.
+        # Outside of `shard_map`, leaves are whole.
         is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
         axes = options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:

@@ -25,7 +25,7 @@ from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
 
-LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # told apart from one that scales no loss
+LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
 
 _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
 
@@ -34,7 +34,7 @@ _MOVING = ("hyperball", "schedule_free")  # weights by other updates than those 
 _IS_WIDE = "what is inside sees float32 weights, and has nothing to round"
 _IS_OTHER = "the updates inside are not those that move the weights"
 _EACH_CALL = "the average would move in each call, and not in each update"
-# Wrappers that do not update in each call, and how each goes around; optax's are known by states.
+# Wrappers that do not update in every call, and how each is applied; optax's are known by states.
 _OF_CALLS = {
     "accumulate": "accumulate({}, every)",
     "skip_nonfinite": "skip_nonfinite({})",

@@ -135,11 +135,11 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 
 def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:
     """What takes a parameter to its copy, rounded."""
-    # From -60000 to 60000 is more than the largest float16: the next step does the rest.
+    # From -60000 to 60000 is more than the largest float16: the next step adds the rest.
     rounded = numerics.wide(copy.astype(p.dtype))
     far, largest = rounded - numerics.wide(p), float(jnp.finfo(p.dtype).max)
     near = jnp.clip(far, -largest, largest)
-    # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
+    # If the copy overflows float16, the update is infinite, and `skip_nonfinite` detects it.
     return jnp.where(jnp.isinf(rounded), far, near)
 
 

@@ -90,7 +90,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
         elif layout.is_part_of(old):
-            # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
+            # The tree may differ but have the same leaves: flax's nnx only wraps them for `init`.
             layout = dataclasses.replace(old, structure=layout.structure)
         else:
             phrase = next(layout.__jgrad_differences__(old, "`params`", "it"))
@@ -98,7 +98,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
-        # Parts of the state may have layouts of their own, of some leaves alone.
+        # Parts of the state may have their own layouts, for some of the leaves.
         state = _with_structure(state, layout.structure)
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)

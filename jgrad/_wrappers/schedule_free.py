@@ -207,7 +207,7 @@ def _weight(
     wide = [jnp.asarray(x).astype(largest.dtype) for x in (rate, done, weight_power, step_power)]
     rate, step, by_rate, by_step = wide
     largest = jnp.maximum(rate, largest)
-    # Their sum stays finite, and none is 0, so that the average moves whatever the options are.
+    # Their sum stays finite, and none is 0, so the average moves whatever the options are.
     factors = [jnp.clip(x, 1 / _LARGEST, _LARGEST) for x in (step**by_step, largest**by_rate)]
     weight = jnp.clip(factors[0] * factors[1], 1 / _LARGEST, _LARGEST)
     return largest, jnp.where((largest == 0) & (by_rate != 0), 0, weight)

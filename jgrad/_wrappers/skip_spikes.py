@@ -150,7 +150,7 @@ def skip_spikes(
         loss = _read(loss)
         value = loss.astype(jnp.float32)
         if sharded_over:
-            value = jax.lax.pmean(value, sharded_over)  # not finite where one is not
+            value = jax.lax.pmean(value, sharded_over)  # not finite if one isn't
         epsilon = max(float(jnp.finfo(x).eps) for x in (loss.dtype, jnp.float32))
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
@@ -209,7 +209,7 @@ def _is_accepted(
 
 def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     """Of the elements that are there; 0 of none."""
-    # The others last, and not by an infinity, which `jax_debug_infs` takes for an error.
+    # The others last, but without infinities, which `jax_debug_infs` treats as an error.
     x = jax.lax.sort((~is_there, x), num_keys=2)[1]
     last = jnp.maximum(count - 1, 0)
     pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2

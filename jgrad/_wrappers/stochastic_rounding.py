@@ -185,11 +185,11 @@ def _difference(
     """`rounded - p`. Few operations: on CPUs they decide the time of a step, not the memory."""
     w = p.astype(jnp.float32)
     new = w + u
-    # Infinities, NaN, and numbers whose neighbour above is infinite lose what is dropped.
+    # Infinities, NaN, and numbers whose upper neighbour is infinite are truncated.
     up = jnp.where(jnp.abs(new) < bfloat16.LARGEST, random >> 16, jnp.uint32(0))
     bits = (bfloat16.bits_of(new) + up) & jnp.uint32(0xFFFF0000)
     far = jax.lax.bitcast_convert_type(bits, jnp.float32) - w
-    # To the nearest. With an infinite weight, NaN or an overflow: the step, towards zero.
+    # To nearest. With an infinite weight, NaN or overflow: the step, towards zero.
     fits = jnp.abs(far) <= bfloat16.LARGEST
     nearest = bfloat16.bits_of(far) + jnp.uint32(0x8000)
     return to_bfloat16(jnp.where(fits, nearest, bfloat16.bits_of(u)))

@@ -386,7 +386,7 @@ def _report(
     form: dict[str, jax.ShapeDtypeStruct], params: PyTree, mesh_axes: PyTree
 ) -> dict[str, jax.Array]:
     """Counters, and zeros in the form of the numbers."""
-    names = decisions.axes_of_models(_NAME, params, mesh_axes)  # rates may be those of each model
+    names = decisions.axes_of_models(_NAME, params, mesh_axes)  # rates may differ between models
     report = {key: counter(params) for key in (_CALLS, _MEASURED)}
     zero = counter(params)
     for key, x in form.items():
