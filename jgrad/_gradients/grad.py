@@ -169,7 +169,7 @@ def hvp(
 
     Raises:
       TypeError: `primals` or `tangents` is not a tuple or list, an argument has no floating leaf, a
-        tangent has the wrong kind, or the output of `func` is not a single real floating array.
+        tangent has the wrong type, or the output of `func` is not a single real floating array.
       ValueError: lengths, tree structures or shapes do not match, or the output has several
         elements.
 

@@ -29,7 +29,7 @@ class ByPath:
         return structure.unflatten([value for *_, value in self._rows(params)])
 
     def describe(self, params: PyTree) -> str:
-        """A line for each array: its path, its shape, the rule that it has, and the value."""
+        """A line for each array: its path, its shape, the rule that applies, and its value."""
         lines = [
             (path, str(jnp.shape(x)), rule, _in_short(value))
             for path, x, rule, value in self._rows(params)

@@ -62,17 +62,17 @@ class OptState(NamedTuple):
 
     @property
     def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
-        """The step, by optax's name."""
+        """optax's name for `step`."""
         return self.step
 
     @property
     def mu(self) -> PyTree:
-        """The first moment, by optax's name."""
+        """optax's name for `mw`."""
         return self.mw
 
     @property
     def nu(self) -> PyTree:
-        """The second moment, by optax's name."""
+        """optax's name for `vw`."""
         return self.vw
 
 

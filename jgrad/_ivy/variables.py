@@ -26,8 +26,8 @@ def variable(x: PyTree, /) -> PyTree:
       x: a pytree of arrays and numbers; a list of numbers becomes an array.
 
     Returns:
-      A tree of arrays: integer and bool leaves in the default float dtype, others as they are. None
-      is weakly typed, because weakly typed parameters would cause a second compilation after one
+      A tree of arrays: integer and bool leaves in the default float dtype, others as they are.
+      Their dtypes are strong, because weakly typed parameters would be compiled again after one
       update.
 
     Raises:
@@ -43,7 +43,7 @@ def variable(x: PyTree, /) -> PyTree:
 
 
 def is_variable(x: object, /, exclusive: bool = False) -> bool:
-    """Tells whether `x` is an array, because JAX has no separate class of variables.
+    """Tells whether `x` is an array, as JAX has no separate class of variables.
 
     Args:
       x: anything.

@@ -159,7 +159,7 @@ class Layout:
 
     Attributes:
       structure: the structure of the tree, in which None is a leaf.
-      spans: the blocks of each leaf; None for None.
+      spans: the blocks of each leaf; None for a leaf that is None.
       shapes: (name, shape) of each buffer, in JAX's order.
       shard: inside `zero`, the rows that this device has; None for all of them.
       width: number of elements in a block.
@@ -183,7 +183,7 @@ class Layout:
         return WIDTH
 
     def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
-        """Shapes and dtypes of the leaves that were packed; None for None.
+        """Shapes and dtypes of the leaves that were packed; None for leaves that are None.
 
         If dtypes of buffers are given, the leaves have these; None for a dtype of None.
         """

@@ -39,8 +39,8 @@ class Packed(Generic[Tree]):
 
     Attributes:
       buffers: a dict from names of dtypes to arrays of shape (blocks, 256). With `max_size`, large
-        leaves are here unpacked, as "leaf 3" for the leaf at index 3; with `small_apart`, small
-        ones have their own buffer, such as "float32 small".
+        leaves stay unpacked, as "leaf 3" for the leaf at index 3; with `small_apart`, small ones
+        have their own buffer, such as "float32 small".
       layout: a `Layout`, which says where each leaf is in the buffers.
 
     Example:

@@ -41,7 +41,7 @@ class _OfWindow:
 
     @property
     def gradient_step(self: Any) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
+        """Number of completed updates, as counted inside; optax's name."""
         done: jax.Array | None = inside.updates_done(self.inner)
         if done is None:
             came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
@@ -50,9 +50,9 @@ class _OfWindow:
 
     @property
     def has_updated(self: Any) -> jax.Array:
-        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+        """Whether the last call closed a window, after a first update; optax's name.
 
-        Also after a window that updated nothing, since no mini-batch of it was finite.
+        Also True if that window updated nothing because none of its mini-batches was finite.
         """
         has_updated: jax.Array = (self.mini_step == 0) & (self.gradient_step > 0)
         return has_updated

@@ -48,7 +48,7 @@ class StochasticState(NamedTuple):
 
     @property
     def step(self) -> NoReturn:
-        """Gone: what `done` was called up to 0.6."""
+        """Removed: the name of `done` up to 0.6."""
         raise AttributeError("StochasticState: `step`: gone in 2.0, expected `done`.")
 
     @property
