@@ -79,7 +79,7 @@ def check_zero(
 ) -> None:
     """An error where it returns something else than zeros for zeros, as that of padding is.
 
-    Where a function has a traced number from outside, nobody knows what it returns.
+    If a function uses a traced number from outside, its results are unknown.
     """
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
         zeros = [jnp.zeros(_LEAF.shape, _LEAF.dtype)] * (1 + len(moments))

@@ -70,7 +70,7 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 def abs_squared(x: jax.Array) -> jax.Array:
     """|x|^2, real for complex `x` too (`x * x` of a complex gradient is not a second moment).
 
-    Not `jnp.square`: its slope is computed as 2 x, which overflows before x does.
+    Not `jnp.square`: its derivative is computed as 2 x, which overflows before x does.
     """
     if jnp.iscomplexobj(x):
         return x.real * x.real + x.imag * x.imag
@@ -180,7 +180,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 
 def normal_scale(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest of magnitudes over some axes; 1 for zeros, whose slopes are finite then.
+    """The largest of magnitudes over some axes; 1 for zeros, whose derivatives are then finite.
 
     It is a normal number, and so is its reciprocal, by which matrices may be multiplied.
     """

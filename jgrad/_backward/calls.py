@@ -46,7 +46,7 @@ def check_call(
     args: Sequence[Any],
     keywords: Mapping[str, PyTree],
 ) -> None:
-    """A tree of parameters, and no keyword that nobody reads."""
+    """Checks for a tree of parameters, and for keywords that nothing reads."""
     structure: Structure = jax.tree.structure(params)
     if jax.tree_util.treedef_is_leaf(structure):
         came, remedy = checks.describe(params), "put it in one, as in `{'layers': params}`"
@@ -131,7 +131,7 @@ def check_function(function: Any) -> None:
 
 
 def check_is_given(function: OfGradients | None) -> None:
-    """An error where nobody sums the gradients of several devices, and nobody says so."""
+    """An error if the gradients of several devices are neither summed nor known not to be."""
     axes = shardings.unknown_axes()
     if function is not None or not axes:
         return

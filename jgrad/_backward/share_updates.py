@@ -135,7 +135,7 @@ class Made(NamedTuple):
     Attributes:
       weights: new ones.
       state: the new arrays of its state.
-      parts: what it has to say of each number of all shares.
+      parts: its part of each number of all shares.
     """
 
     weights: Arrays
@@ -180,7 +180,7 @@ class ShareUpdate:
         Args:
           given: see there.
           known: numbers of all shares.
-          others: of those that are not known, what all other shares have to say.
+          others: for those that are not known, the parts of all other shares.
         """
         made, share = self._run(given, known, others)
         self._check_promise(share.foreign)
@@ -231,7 +231,7 @@ class ShareUpdate:
         return mixes or foreign is not None
 
     def parts(self, given: Start) -> Numbers:
-        """The form of what it has to say."""
+        """The form of its parts."""
         return self._look(given)[0]
 
     def _look(self, given: Start) -> tuple[Numbers, bool, str | None]:
@@ -336,7 +336,7 @@ def _key_of_leaves(numbers: Numbers) -> list[Key]:
 
 
 def pruned(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """`f(*args)`, without operations whose results nobody reads.
+    """`f(*args)`, without operations whose results are unused.
 
     In a loop JAX leaves them in, and a kernel would write results that are not used.
     """

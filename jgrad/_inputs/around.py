@@ -47,7 +47,7 @@ class Commit:
 
     Attributes:
       clips: whether what overflows in a committed update is to become the largest number; False
-        where the gradients may be infinite, which nobody would see then.
+        where the gradients may be infinite, which would then go unnoticed.
       is_left_out: whether gradients that are not committed are left out by what is inside.
     """
 
@@ -147,8 +147,8 @@ class Commit:
     def take_finite(self, finite: jax.Array, tree: PyTree) -> None:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
 
-        Taken if all gradients are among them and nobody read the flag; then what computed the flag
-        before is not in the compiled program.
+        Taken if all gradients are among them and nothing has read the flag; then what computed the
+        flag before is not in the compiled program.
         """
         if self._outer is not None:
             self._outer.take_finite(finite, tree)

@@ -62,7 +62,7 @@ class Moment:
       commit: whether the update is committed; None where it always is.
       has_form: whether new moments are stored as old ones are; functional updates cast what they
         return.
-      places: how each array is sharded, where the user says it; empty where nobody does.
+      places: how each array is sharded, if the user says so; else empty.
     """
 
     old: list[Any]

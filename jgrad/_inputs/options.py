@@ -197,7 +197,7 @@ def number_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) 
 
 
 def beta_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> BetaForms:
-    """Likewise, in the forms of a decay rate."""
+    """The same, in the forms of a decay rate."""
     forms = numbers.scalar_betas(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return BetaForms(*(_per_array(inputs, name, form) for form in forms))
 
@@ -275,7 +275,7 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
 
 
 def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
-    """Over which axes each leaf has its layers, those of `step_in_backward` if nobody says it.
+    """Over which axes each leaf has its layers, by default those of `step_in_backward`.
 
     They are updated one by one there, so that no norm or matrix is of more than one of them.
     """
@@ -316,7 +316,7 @@ def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
 def trust_layers(
     inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
 ) -> TrustLayers:
-    """Likewise, and which have a trust ratio."""
+    """The same, and which have a trust ratio."""
     axes = layers(inputs, mesh_axes, layer_axes)
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])

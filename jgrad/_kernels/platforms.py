@@ -115,7 +115,7 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) ->
 
 
 def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
-    """Of the plain step. What has no slope is constant, and codes of it alone need none."""
+    """That of the plain step. Operands without tangents are constants, also if they are codes."""
     moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, core.Zero)]
 
     def of_moving(*xs: Any) -> list[jax.Array]:
@@ -127,7 +127,7 @@ def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: L
 
 
 def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
-    """What nobody reads is not computed, and no kernel writes it."""
+    """Unused results are not computed, and no kernel writes them."""
     equation = others[-1]  # behind which inputs are live, since JAX 0.12
     if not any(used):
         return [False] * len(equation.invars), None

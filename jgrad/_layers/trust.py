@@ -27,7 +27,7 @@ IVY_GUARD = 1e-12
 
 @jax.custom_jvp
 def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
-    """times sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
+    """times sqrt(a / b) for a >= 0 and b > 0, with its derivative, at every scale of a and b."""
     # XLA would multiply by the reciprocal of a root, again for every leaf: here it sees no root.
     root = jnp.where(b > 0, jnp.sqrt(b), b)
     return times * jnp.sqrt(a) / root
@@ -45,7 +45,7 @@ def _root_of_quotient_jvp(
 
 @jax.custom_jvp
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, with a slope that does not square b."""
+    """a / b, with a derivative that does not square b."""
     return a / b
 
 
@@ -59,7 +59,7 @@ def _quotient_jvp(
 
 
 def one_where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """1 where `a` or `b` is 0, else `otherwise`. NaN is not zero: it goes on."""
+    """1 where `a` or `b` is 0, else `otherwise`. NaN is not zero, so it is passed on."""
     return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
 
 

@@ -83,7 +83,7 @@ def _squares(g: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _inverse_root(x: jax.Array) -> jax.Array:
-    """1 / sqrt(x) for x > 0, and its slopes for every x: x^(-3/2) overflows below 1e-26."""
+    """1 / sqrt(x) for x > 0, and its derivatives for every x: x^(-3/2) overflows below 1e-26."""
     return 1 / jnp.sqrt(x)
 
 

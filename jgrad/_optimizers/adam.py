@@ -31,7 +31,7 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
     """m' = beta m + (1 - beta) g
 
     In both moments, a gradient whose square overflows counts as the largest one whose square does
-    not: an infinite v would hold its weight for ever.
+    not, because an infinite v would freeze its weight forever.
     """
     return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
 

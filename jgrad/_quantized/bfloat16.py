@@ -38,5 +38,5 @@ def of_bits(bits: jax.Array) -> jax.Array:
 def _rounded_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The slope of a conversion, as if nothing were rounded."""
+    """The derivative of a conversion, as if nothing were rounded."""
     return rounded(*primals), tangents[0].astype(jnp.bfloat16)

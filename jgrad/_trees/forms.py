@@ -92,12 +92,12 @@ class Factors(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Likewise."""
+        """That of the array."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Likewise."""
+        """That of the array."""
         return int(np.prod(self.shape))
 
     @property

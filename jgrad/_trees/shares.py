@@ -52,7 +52,7 @@ class Share:
 
     Attributes:
       layer: the number of the layer, which may be traced; None for what is in no stack.
-      parts: of each number of all shares, what this one has to say.
+      parts: this share's part of each number of all shares.
       foreign: the first function that was given arrays which another library has made, if any.
     """
 

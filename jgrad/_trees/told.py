@@ -63,7 +63,7 @@ class Told(NamedTuple):
         always is.
       windows: one that is told to what leaves out gradients by itself, as `accumulate` does, and to
         nobody else: what precedes that or follows it sees updates in each call.
-      finite: whether gradients are finite, for what leaves them out by itself; None if nobody says.
+      finite: whether gradients are finite, for what leaves them out by itself; None if unknown.
       notes: by name, numbers of the last update, if a wrapper reports them; see `note`.
       is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
       trace: in which those before are told, by `told`; the others look at it themselves.

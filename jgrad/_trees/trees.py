@@ -25,7 +25,7 @@ def is_none(x: PyTree) -> bool:
 
 
 def may_be_function(x: object) -> bool:
-    """Whether `x` can be called. Without parameters nobody knows whether to call it.
+    """Whether `x` can be called; without parameters, it is unknown whether it should be.
 
     No arrays, as variables of flax are, and no rules by path.
     """

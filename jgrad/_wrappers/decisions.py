@@ -261,8 +261,8 @@ def noted_branch(
 
     Args:
       use: whether to take `then`.
-      then: calls what is inside, which is told no decision. It returns arrays, and what is known
-        once it is traced. What it notes is noted, and else the old numbers.
+      then: calls what is inside, without a decision. It returns arrays, and what is known once it
+        is traced. What it notes is noted, and else the old numbers.
       otherwise: returns the arrays of the other branch.
 
     Returns:

@@ -66,7 +66,7 @@ class WrapperInputs(Inputs):
           params: what it is to optimize.
           stay_finite: True where nothing non-finite is made of finite gradients on the way to
             these; without it `skip_nonfinite` around both looks at all results.
-          said: what it is told, beside what is told to this wrapper.
+          said: what it is told in addition to what this wrapper is told.
         """
         for commit in self._around.commits if stay_finite else ():
             commit.add_finite(gradients, of=self._updates)

@@ -202,7 +202,7 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """The largest rate so far, and the weight of this step: 0 before a rate that is not 0.
 
-    In the dtype of the largest rate so far, which a state keeps for ever.
+    In the dtype of the largest rate so far, which a state always keeps.
     """
     wide = [jnp.asarray(x).astype(largest.dtype) for x in (rate, done, weight_power, step_power)]
     rate, step, by_rate, by_step = wide

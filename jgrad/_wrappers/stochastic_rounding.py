@@ -201,7 +201,7 @@ def _difference_jvp(
     primals: tuple[jax.Array, ...],
     tangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """The slope is that of the step, as if nothing were rounded."""
+    """The derivative is that of the step, as if nothing were rounded."""
     return _difference(to_bfloat16, *primals), tangents[1].astype(jnp.bfloat16)
 
 
