@@ -210,7 +210,7 @@ class Inputs(Parameters):
         return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
 
     def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
-        """Those of the method's option, or else of a wrapper around it; none if neither is given."""
+        """Those of the method's option, or else of a wrapper around it; else none."""
         places = [] if mesh_axes is None else self.places(mesh_axes)
         if self.then is None or self.w is None:
             return places
