@@ -88,7 +88,7 @@ def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
     return step.plain(*operands)
 
 
-_traced = jax.jit(_plain, static_argnames="step")  # JAX caches its trace
+_traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
 
 
 _is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since JAX 0.11
