@@ -71,7 +71,7 @@ def _in_short(value: Any) -> str:
 
 
 def check_parameters(function: str, tree: PyTree) -> None:
-    """No bare number, as a count is for which a schedule is called."""
+    """Rejects a bare number, such as the count for which a schedule is called."""
     if not jax.tree_util.all_leaves([tree]):
         return
     is_array = hasattr(tree, "dtype") and jnp.issubdtype(tree.dtype, jnp.inexact)

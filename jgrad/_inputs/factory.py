@@ -24,7 +24,7 @@ Arguments = Mapping[str, Any]
 
 
 def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> Callable[..., None]:
-    """The kind of numbers that a factory checks as others, and reads in its own way."""
+    """The kind of numbers that a factory checks like others, but reads in its own way."""
 
     def check(function: str, name: str, x: Any) -> None:
         if not (optional and x is None):
@@ -136,7 +136,7 @@ class Given:
         return self.arguments[name]
 
     def read(self, inputs: Inputs, step: Step) -> Any:
-        """The numbers of one update: an attribute for each option that is one.
+        """The numbers of one update: an attribute for each option that is a number.
 
         And `descent`; None without a weight decay, whose table has the learning rate before it.
         """
@@ -187,7 +187,7 @@ class Given:
         return of_update
 
     def moments(self, **axes: Any) -> MomentOptions:
-        """In which form the moments are stored; `axes` are further options of `MomentOptions`."""
+        """How the moments are stored; `axes` are further options of `MomentOptions`."""
         form = self.arguments["moment_dtype"], self.arguments["full_precision"]
         axes = {"mesh_axes": self.arguments.get("mesh_axes")} | axes
         return MomentOptions(*form, **axes)

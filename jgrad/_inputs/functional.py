@@ -45,7 +45,7 @@ from jgrad._trees.protocols import PyTree
 
 
 class Role(enum.Enum):
-    """What an argument is, of a functional update or of the factory of a pair."""
+    """The role of an argument of a functional update or of a factory."""
 
     # of a functional update
     WEIGHTS = enum.auto()
@@ -223,7 +223,7 @@ class AlignedArguments:
         return trees.repeat(trees.flatten(tree)[0], self._counts[name])
 
     def _check(self, roles: Roles, finest: PyTree) -> None:
-        """Kinds and shapes, leaf against leaf."""
+        """Checks kinds and shapes, leaf by leaf."""
         args = {
             name: ArgLeaves(self._function, name, self._leaves[name], lambda: trees.paths(finest))
             for name in roles
@@ -291,17 +291,17 @@ def update(
     /,
     **roles: Role,
 ) -> Callable[[F], F]:
-    """Makes a functional update of its body, which computes on lists with an entry per leaf.
+    """Makes a functional update from a body that computes on lists with an entry per leaf.
 
     The signature and the docstring are those of the body, and so are the static options. The body
     gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
     and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
-    gradients, and new moments. All is compiled as one program.
+    gradients, and new moments. Everything is compiled as one program.
 
     Args:
       replaced: what the results replace, in order.
-      before: looks at all arguments, before anything is traced, and may replace some.
-      **roles: what each argument is, arrays before numbers. Messages blame the first that is wrong.
+      before: looks at all arguments, before anything is traced, and may replace some. **roles: the
+        role of each argument, arrays before numbers. Messages report the first that is wrong.
     """
 
     def decorate(body: F) -> F:
@@ -387,7 +387,7 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
 
 
 def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
-    """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
+    """A list of numbers is an array, as in Ivy; if another list holds arrays, lists are trees."""
     if {list, tuple}.isdisjoint(map(type, named.values())):
         return named
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}

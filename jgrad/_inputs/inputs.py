@@ -33,13 +33,13 @@ from jgrad._trees.told import NOTHING, Told
 
 
 class Finished(NamedTuple):
-    """An array with which nothing is left to do: a commit and a dtype are taken into account."""
+    """An array that needs nothing more: commit and dtype are taken into account."""
 
     array: jax.Array
 
 
 class Parameters:
-    """Parameters, or gradients in their place, and what is known of each array.
+    """Parameters, or gradients in their place, and what is known about each array.
 
     Attributes:
       function: the name of the transformation, for messages.
@@ -198,14 +198,14 @@ class Inputs(Parameters):
         self.is_updated = [g is not None for g in self.g]
 
     def require_params(self, reason: str) -> list[Any]:
-        """The parameters, which have to be there."""
+        """The parameters; an error if they are missing."""
         if self.w is None:
             remedy = "call `update(updates, state, params)`"
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
     def with_zeros(self, updates: PyTree) -> PyTree:
-        """The updates, with zero for None beside a parameter."""
+        """The updates, with zeros where a parameter has None."""
         updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
         return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
 
@@ -218,7 +218,7 @@ class Inputs(Parameters):
         return [x or y for x, y in zip(places, around, strict=True)] if places else around
 
     def rest(self, i: int) -> Rest | None:
-        """What a wrapper does with the update of an array."""
+        """What a wrapper does next with the update of an array."""
         return None if self.then is None or self.w is None else self.then.of(self.w[i])
 
     def finishing(self, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
@@ -364,7 +364,7 @@ def _or_zeros(x: Any, p: Any) -> Any:
 
 
 def _has_room(dtype: np.dtype) -> bool:
-    """Whether no update of a training is too large to be added to any parameter; not in float16."""
+    """Whether any update of a training can be added to any parameter; not in float16."""
     return bool(jnp.finfo(dtype).maxexp >= 128)
 
 

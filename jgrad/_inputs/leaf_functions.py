@@ -48,12 +48,11 @@ class Descent(NamedTuple):
 
 
 class LeafFunction:
-    """A function of one leaf as one of all leaves.
+    """Applies a function of one leaf to all leaves.
 
-    The function is given the gradient, or what stands for it, and then arrays and numbers of its
-    leaf. For an argument that is a `Moment` it is given the moment of the leaf, into which it
-    writes the new one. Options are keyword-only, and static. It is called where there is a
-    gradient.
+    The function gets the gradient, or what stands for it, and then the arrays and numbers of its
+    leaf. For an argument that is a `Moment`, it gets the moment of the leaf, into which it writes
+    the new one. Options are keyword-only, and static. It is only called if there is a gradient.
     """
 
     def __init__(self, function: Function, no_kernel: str = "") -> None:
@@ -190,7 +189,7 @@ def _as_read(x: Any) -> Any:
 
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What functions of one leaf returned, as a list, and the new moments that they wrote."""
+    """The results of functions of one leaf, as a list, and the new moments that they wrote."""
     values: list[Any] = [None] * len(calls)
     moments = [(x, [None] * len(calls)) for x in args if isinstance(x, Moment)]
     for i, result in enumerate(leafwise.run(calls)):
@@ -202,7 +201,7 @@ def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _entry(x: Any, i: int) -> Any:
-    """What an argument says of one leaf."""
+    """The entry of an argument for one leaf."""
     if isinstance(x, Moment):
         return x.of_leaf(i)
     if isinstance(x, tuple):

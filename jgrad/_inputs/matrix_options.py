@@ -126,7 +126,7 @@ def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) ->
 
 
 def refuse_packed(inputs: Parameters, matrices: Sequence[MatrixAxes | None]) -> None:
-    """No matrix shares a buffer with other leaves."""
+    """An error if a matrix shares a buffer with other leaves."""
     for spec in inputs.specs:
         for i in () if spec.is_unpacked else spec.positions:
             if matrices[i] is not None:

@@ -32,7 +32,7 @@ MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
 
 
 class RandomKeys:
-    """What the random bits of one update are a hash of; computed where something is rounded."""
+    """What the random bits of one update are a hash of; only computed if something is rounded."""
 
     def __init__(self, step: jax.Array) -> None:
         self._step = step
@@ -119,13 +119,13 @@ class Step(NamedTuple):
     """What one update of a method starts from.
 
     Attributes:
-      number: of this update, counted from 1.
-      done: updates done before, as the state has it.
-      mw: first moment, of nothing where the method has none.
+      number: of this update, counting from 1.
+      done: number of completed updates, as in the state.
+      mw: first moment; empty if the method has none.
       vw: second moment; likewise.
       matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
-      more: what else the state has, as the method reads it.
+      more: other fields of the state, as the method reads them.
     """
 
     number: jax.Array

@@ -154,8 +154,8 @@ def _one_element(function: str, name: str, x: Any) -> Any:
 class OfCall(dict[str, Any]):
     """The keyword arguments of one call of `update`; it remembers which were asked for.
 
-    Others may be meant for another transformation of a chain, and pass. But not those that are
-    nearly the name of a number that the method has, or options that it has once and for all.
+    Others are accepted, because they may be meant for another transformation of a chain. Exceptions
+    are near misses of the method's own numbers, and options that cannot change per call.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -183,7 +183,7 @@ def upper_clamp(largest: PyTree) -> PyTree:
 
 
 def optional_decay(decay: PyTree, *, negative_is_none: bool) -> PyTree:
-    """`None` for the Python number 0: nothing of a decay is compiled then.
+    """`None` for the Python number 0, so that no decay is compiled.
 
     Ivy reads a negative decay as none, too.
     """

@@ -191,7 +191,7 @@ def _scheduled(x: Any) -> Any:
 
 
 def number_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> PerLeaf:
-    """A number of the method: one scalar where it is one for all leaves."""
+    """A number of the method: a single scalar if all leaves share it."""
     x = numbers.scalars(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return _per_array(inputs, name, x)
 

@@ -47,7 +47,7 @@ class Unpromised:
 
 
 def find(name: str) -> Any:
-    """One of the names; None where JAX does not have it."""
+    """One of the names; None if JAX does not have it."""
     for home in _HOMES[name]:
         try:
             return getattr(importlib.import_module(home), name)

@@ -35,7 +35,7 @@ Settled = tuple[list[bool], list[bool]]
 
 
 class _OfWindow:
-    """What both states say of their window."""
+    """What both states know about their window."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ class _OfWindow:
         return {"skipped_mini_batches": self.skipped}
 
     def __jgrad_rejected__(self, new: PyTree, finite: jax.Array | None) -> PyTree:
-        """What stays of an update that is rejected as a whole."""
+        """What is kept if an update is rejected as a whole."""
         return without_window(self, new, finite)
 
 
@@ -131,7 +131,7 @@ class WeightedAccumulateState(_OfWindow, _WeightedFields):
 
 
 def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
-    """A state without the window, if its update was rejected: kept, it would make the next so."""
+    """Drops the window from a state if its update was rejected, or the next would be, too."""
     zero = jnp.zeros_like(old.count)
     nothing = trees.map_leaves(numerics.zeros_like, old.total)
     weight = map(jnp.zeros_like, old[5:])
@@ -285,7 +285,7 @@ def accumulate(
 
 
 def _sharded_over(inputs: Inputs, inner: PyTree, mesh_axes: PyTree) -> tuple[str, ...]:
-    """The mesh axes whose devices act alike."""
+    """The mesh axes along which devices must act alike."""
     names = decisions.mesh_axes_of(inputs, mesh_axes)
     if not names and decisions.holds_shards(inner, inputs):
         remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
@@ -301,7 +301,7 @@ def _use(
     check_finite: bool,
     devices: tuple[str, ...],
 ) -> tuple[Flag, Commit | None]:
-    """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
+    """Whether to add the gradients; and the decision of an outer wrapper, if it is about them."""
     accepted: Flag = True
     if outer is not None:
         outer.leave_out()
@@ -332,7 +332,7 @@ def _summed(
 
 
 class _Window:
-    """The window of a call: a mini-batch beside the sum of those before.
+    """The window of a call: a mini-batch, and the sum of those before it.
 
     Attributes:
       inputs: of the call.
@@ -488,7 +488,7 @@ def _branches(
 def _tell(
     outer: Commit | None, steps: PyTree, new: PyTree, old: PyTree, settled: Settled | None
 ) -> None:
-    """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
+    """Tells an outer wrapper what is right whatever it decides: everything, if `tx` did not run."""
     if outer is None:
         return
     of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
@@ -500,7 +500,7 @@ def _tell(
 
 
 def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
-    """Whether an array like the first can be kept in one like the second, bit for bit."""
+    """Whether an array like the first can be stored in one like the second, bit for bit."""
     if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
         return False
     is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
@@ -508,7 +508,7 @@ def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
 
 
 def _length(every: Every, state: PyTree) -> int | jax.Array:
-    """The mini-batches of the window that is open, by the number of updates that a state counts."""
+    """The length of the open window, from the number of updates that a state counts."""
     if not callable(every):
         return int(every)
     done = inside.updates_done(state)

@@ -156,7 +156,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
 
 
 def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
-    """What a gradient was made by, of which others may be told."""
+    """How a gradient was made, for `made_of`."""
     return rules.scale_by(x, *factors).astype(x.dtype)
 
 
@@ -192,7 +192,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 
 
 def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
-    """What is known of the leaves; and those that count, with `None` for the others."""
+    """What is known about the leaves; and those that count, with `None` for the others."""
     tree = checks.values_of(tree)
     float0 = jax.dtypes.float0
     without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)

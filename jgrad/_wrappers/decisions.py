@@ -58,7 +58,7 @@ def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
 
 @jit_static_kwargs
 def computed_once(flag: jax.Array) -> jax.Array:
-    """A flag, unchanged. XLA fuses no sort, so no kernel that reads the flag computes it again."""
+    """Returns a flag unchanged. XLA doesn't fuse sorts, so kernels do not recompute the flag."""
     return jnp.sort(jnp.stack([flag, jnp.ones_like(flag)]))[0]
 
 
@@ -117,7 +117,7 @@ def _axes_of_shards(inputs: Parameters) -> set[str]:
 
 
 def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """True where the flag is True on all devices of the mesh axes, so that they act alike."""
+    """Whether the flag is True on all devices along the mesh axes, so that they act alike."""
     if not (mesh_axes and checks.is_array(flag)):
         return flag
     return jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1
@@ -136,7 +136,7 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
 
 
 def of_models(function: str, params: PyTree, value: float) -> jax.Array:
-    """A scalar for an argument of `update` that is not there yet: it may be that of each model."""
+    """A scalar in place of a missing argument of `update`; it may differ between models."""
     x: jax.Array = shardings.varying_over(
         jnp.full((), value, jnp.float32), axes_of_models(function, params)
     )
@@ -159,7 +159,7 @@ def as_updated(
     params: PyTree,
     mesh_axes: PyTree = None,
 ) -> T:
-    """A state before the first update, typed as updates return it: `lax.scan` takes no other.
+    """The state before the first update, in the types that updates return, as `lax.scan` needs.
 
     Inside `shard_map`, where devices decide each for itself, all varies along the axes of the mesh
     along which the decision does: counters, too, of all that is inside. What decides may be inside,
@@ -194,7 +194,7 @@ _LATER = re.compile(r"missing \d+ required .*|`\w+`: missing|unbound axis name.*
 def tried(
     function: str, update: Callable[[], T], warn: Callable[[str], None] | None = None
 ) -> T | None:
-    """What an update returns that `init` tries; None where it needs what only a call has.
+    """What an update returns when `init` tries it; None if it needs what only a call has.
 
     That is an argument, such as `value=`, or a mesh axis. All else is an error, as in the call.
 
@@ -237,7 +237,7 @@ def holds_shards(state: PyTree, inputs: Inputs) -> bool:
 
 
 def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """A `jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call.
+    """`jax.lax.cond`, or in eager mode Python's `if`, because a `cond` would compile in each call.
 
     `otherwise` may return what is there already: of donated arrays nothing is copied.
     """
@@ -297,9 +297,9 @@ def choose(
     old: PyTree,
     is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
 ) -> PyTree:
-    """`new` or `old`; `new` where this is settled, as asked of both.
+    """`new` or `old`; always `new` if it is settled, as asked of both.
 
-    In the dtypes of `old`, from which some transformations drift.
+    In the dtypes of `old`, which some transformations change.
     """
 
     def choice(n: jax.Array, o: jax.Array) -> jax.Array:

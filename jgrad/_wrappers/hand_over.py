@@ -25,7 +25,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 class WrapperInputs(Inputs):
-    """The input of one update of a wrapper, and the hand-over to the transformation inside.
+    """The inputs of one update of a wrapper, and the call of the transformation inside.
 
     Args:
       function: the name of the wrapper, for messages.
@@ -34,7 +34,7 @@ class WrapperInputs(Inputs):
       extra_args: the other arguments of the call; all are handed on.
 
     Attributes:
-      outer: the decision of a wrapper around, or None.
+      outer: the decision of an outer wrapper, or None.
       extra_args: see above.
     """
 
@@ -94,7 +94,7 @@ class WrapperInputs(Inputs):
 
 
 class RejectingInputs(WrapperInputs):
-    """The input of an update that may be rejected, for a wrapper with the state inside.
+    """The inputs of an update that may be rejected, with the state inside.
 
     Attributes:
       params: parameters, or None.
@@ -142,7 +142,7 @@ class RejectingInputs(WrapperInputs):
     def chosen(
         self, commit: Commit, use: Flag, new: tuple[PyTree, PyTree], old: PyTree, *, settles: bool
     ) -> tuple[PyTree, PyTree]:
-        """Updates and state where `use` is True, else zeros and the old state.
+        """Updates and state if `use` is True, else zeros and the old state.
 
         Args:
           commit: the decision, as it was handed inwards.
@@ -162,7 +162,7 @@ class RejectingInputs(WrapperInputs):
         )
 
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
-        """The wrapper's own counters, which stay where a wrapper around rejects the update."""
+        """The wrapper's own counters, which stay if an outer wrapper rejects the update."""
         if self.outer is None:
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
@@ -170,7 +170,7 @@ class RejectingInputs(WrapperInputs):
     def tell(
         self, updates: PyTree, new: PyTree, old: PyTree, *, of: Commit | None, are_finite: bool
     ) -> None:
-        """Says to a wrapper around what is right whatever it decides.
+        """Tells an outer wrapper what is right whatever it decides.
 
         That is all, or what `of` has settled. `old` is the wrapper's state. Where nobody knows
         `are_finite` of what comes from finite gradients, one that decides about these looks itself.
@@ -186,7 +186,7 @@ class RejectingInputs(WrapperInputs):
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
-    """What stays of an update that is rejected: the old state, or what its parts say."""
+    """What is kept if an update is rejected: the old state, or what its parts say."""
 
     def of_part(o: PyTree, n: PyTree) -> PyTree:
         return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o

@@ -113,7 +113,7 @@ def _steps_alike(
     rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
 ) -> list[jax.Array]:
-    """What is added to arrays of one precision, which vary alike and all have radii."""
+    """What is added to arrays with the same precision, which vary alike and all have radii."""
     real = numerics.real_dtype(w[0], u[0])
     radius = list(map(norms.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
     arrays = list(zip(w, u, strict=True))
@@ -510,7 +510,7 @@ def _measured(
 def _of_option(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: PyTree
 ) -> list[jax.Array | None]:
-    """The norms that a user wants, by `radius`."""
+    """The norms that a user gives by `radius`."""
     is_function = trees.may_be_function(radius) and trees.is_function(radius, inputs.shapes)
     arg = inputs.option("radius", True if is_function else radius)
     shapes = inputs.updated_shapes().leaves

@@ -87,7 +87,7 @@ def leaf_programs(
 
 
 def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:
-    """The answer for each of the known values whose codes a step of a leaf reads."""
+    """The answer for each known value whose codes the step of a leaf reads."""
     known = dict(known)
     for equation in jaxpr.eqns:
         operands = [None if isinstance(x, core.Literal) else known.get(x) for x in equation.invars]

@@ -45,7 +45,7 @@ class MasterState(NamedTuple):
 
     @property
     def __jgrad_unrounded__(self) -> bool:
-        """Says that `accumulate` is to hand on means in float32."""
+        """Asks `accumulate` to pass on means in float32."""
         return True
 
 
@@ -145,7 +145,7 @@ def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:
 
 @functools.cache  # one function object for each choice, so that JAX's caches find it again
 def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The new copy and the update, of one leaf, where they follow the update in one kernel."""
+    """The new copy and the update of one leaf, if they follow the update in one kernel."""
 
     def followed(
         u: jax.Array, p: jax.Array, copy: jax.Array, *flag: jax.Array
@@ -178,5 +178,5 @@ def _is_half(p: Any) -> bool:
 
 
 def _optimized(master: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside sees: the copy where there is one, else the parameter."""
+    """What the transformation inside gets: the copy if there is one, else the parameter."""
     return jax.tree.map(lambda m, p: m if _is_half(p) else p, master, params, is_leaf=trees.is_none)

@@ -214,7 +214,7 @@ def _weight(
 
 
 def _with(copies: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside sees: the wide copy where there is one, else the parameter."""
+    """What the transformation inside gets: the float32 copy if there is one, else the parameter."""
     return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
 
 

@@ -170,7 +170,7 @@ def _check_scale(loss_scale: Scalar) -> None:
 
 
 def _check_unclipped(inputs: Inputs) -> None:
-    """No clip stands before it in a chain, as far as a traced gradient says how it was made."""
+    """Checks that no clipping comes before it in a chain, if a traced gradient shows this."""
     if any(rule is clip.clipped for g in inputs.g for rule, _ in origin(g).functions):
         came = "gradients that `clip_by_global_norm` clipped before the loss scale was divided out"
         expected = f"the clip inside: `{_NAME}(optax.chain(clip, tx), loss_scale=...)`"
@@ -249,7 +249,7 @@ def _works(
 def _next_scale(
     scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Half the scale after a skip, twice the scale after a streak, which begins anew."""
+    """Half the scale after a skip, twice the scale after a streak, which then restarts."""
     grow = streak >= growth_interval
     larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
     return jnp.where(finite, larger, jnp.maximum(scale / 2, 1)), jnp.where(grow, 0, streak)

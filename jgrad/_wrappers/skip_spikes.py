@@ -196,7 +196,7 @@ def _read(loss: Any) -> jax.Array:
 def _is_accepted(
     loss: jax.Array, state: SpikeState, deviations: jax.Array, epsilon: float
 ) -> jax.Array:
-    """Whether the loss is finite, and near enough to those of the window, or these are too few."""
+    """Whether the loss is finite, and close enough to the window, or the window still too short."""
     size = state.losses.shape[0]
     is_there = jnp.arange(size, dtype=jnp.int32) >= size - state.accepted
     middle = _median(state.losses, is_there, state.accepted)

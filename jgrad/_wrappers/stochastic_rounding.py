@@ -53,7 +53,7 @@ class StochasticState(NamedTuple):
 
     @property
     def __jgrad_unrounded__(self) -> bool:
-        """Says that `accumulate` is to hand on means in float32."""
+        """Asks `accumulate` to pass on means in float32."""
         return True
 
 
@@ -174,7 +174,7 @@ def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> jax.Array
 
 
 def _rounded_alone(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
-    """The same where it follows the update in one kernel."""
+    """The same, if it follows the update in one kernel."""
     return (_difference(rounding.to_bfloat16, p, u, rounding.bits(p)),)
 
 
@@ -214,7 +214,7 @@ def _counter(done: Any) -> jax.Array:
 
 
 def _check_dtypes(params: ArgLeaves) -> None:
-    """No parameter of less than 32 bits but bfloat16: it would be rounded to the nearest."""
+    """Rejects parameters below 32 bits except bfloat16: they would be rounded to nearest."""
     for i, p in enumerate(params.leaves):
         if p is None or not jnp.issubdtype(p.dtype, jnp.floating) or _is_rounded(p):
             continue
@@ -228,7 +228,7 @@ def _is_rounded(p: Any) -> bool:
 
 
 def _wide(params: PyTree) -> PyTree:
-    """What the transformation inside sees: float32 for bfloat16 parameters."""
+    """What the transformation inside gets: float32 for bfloat16 parameters."""
 
     def wide(p: Any) -> Any:
         return made_of(numerics.wide(p), in_float32, p) if _is_rounded(p) else p

@@ -45,7 +45,7 @@ def norms_of_update(
     w: Sequence[jax.Array | None],
     u: Sequence[jax.Array | None],
 ) -> Measured:
-    """What is measured of gradients, parameters and updates."""
+    """What is measured for gradients, parameters and updates."""
     numbers = _norms_of(_GRADIENTS, inputs, inputs.g, layers)
     numbers |= _norms_of(_PARAMS, inputs, w, layers)
     numbers |= _norms_of(_UPDATES, inputs, u, layers)
@@ -232,7 +232,7 @@ def watch(
     def update_of(
         updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **said: Any
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
-        """The update of what is inside, and what is measured of it."""
+        """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = options.layers(inputs, mesh_axes, layer_axes)
@@ -342,7 +342,7 @@ def _is_own(key: str) -> bool:
 
 
 def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
-    """The new numbers in the form of the old ones, which stay where there is no new one.
+    """The new numbers in the form of the old ones, which stay if there is no new one.
 
     That is also: varying over devices where these do.
     """

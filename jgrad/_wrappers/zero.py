@@ -133,7 +133,7 @@ def _sliced(params: PyTree, local: Shard) -> PyTree:
 
 
 def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
-    """Every array is a whole buffer of packed leaves, whose rows can be sharded."""
+    """Checks that every array is a whole buffer of packed leaves, whose rows can be sharded."""
     for i, (x, spec) in enumerate(zip(params.leaves, array_spec.specs(tree), strict=True)):
         if x is None:
             continue
@@ -152,7 +152,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
 
 
 def _check_state(state: PyTree, local: Shard) -> None:
-    """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
+    """Checks that each buffer is this device's shard; if one cannot be divided, `tx` knows why."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
         expected = spec._replace(shard=local).local_shape
