@@ -9,20 +9,20 @@ Gradients
     jac             the Jacobian of a function
     value_and_jac   the value and the Jacobian of a function, in one evaluation
     hvp             the product of a function's Hessian with a vector
-    stop_gradient   the same values, through which no gradient flows
+    stop_gradient   the same values, treated as constants
 
 Optimizers: `init`/`update` pairs, as optax has them
 
     gradient_descent  gradient descent, with or without momentum
     adam              Adam, and AdamW with weight decay
-    lion              Lion: steps along the sign of an average of gradients
-    lars              LARS: momentum, with a learning rate scaled for each layer
-    lamb              LAMB: Adam, with a learning rate scaled for each layer
-    adafactor         Adafactor: second moments as averages over rows and columns
+    lion              Lion, which steps along the sign of an average gradient
+    lars              LARS: momentum with layer-wise learning rates
+    lamb              LAMB: Adam with layer-wise learning rates
+    adafactor         Adafactor, which factors second moments into rows and columns
     muon              Muon for matrices, AdamW for other leaves
     soap              SOAP for matrices, AdamW for other leaves
-    hidden_matrices   chooses the matrices for Muon, by names and shapes
-    optimizer_of_leaf  an optimizer of your own, from a function of one leaf
+    hidden_matrices   chooses the matrices for Muon and SOAP, by names and shapes
+    optimizer_of_leaf  makes your own optimizer from a function of one leaf
 
 Parts of optimizers, for `optax.chain`
 
@@ -34,30 +34,30 @@ Parts of optimizers, for `optax.chain`
 
 Options
 
-    by_path  gives each leaf its own value of an option, by its path
+    by_path  gives each leaf its own value of an option, by path
 
 Wrappers: what goes around an optimizer
 
-    accumulate           updates once for several mini-batches
-    skip_nonfinite       skips steps that are not finite, and handles loss scaling
-    skip_spikes          skips steps whose loss is far above those before
+    accumulate           updates once per several mini-batches
+    skip_nonfinite       skips non-finite steps, and scales the loss
+    skip_spikes          skips steps whose loss is far above recent losses
     master_weights       trains half-precision parameters through float32 copies
-    stochastic_rounding  trains bfloat16 parameters without copies
-    schedule_free        averages the iterates, in place of a schedule
+    stochastic_rounding  trains bfloat16 parameters without float32 copies
+    schedule_free        averages the iterates instead of using a schedule
     average_params       keeps an exponential moving average of the parameters
-    hyperball            keeps the norms of matrices, and turns them by an angle
+    hyperball            keeps the norms of matrices, and rotates them by an angle
     offload              keeps the state in host memory between steps
     pack_small           packs small leaves inside each update
     zero                 shards the state over devices, inside `shard_map` or `pmap`
-    watch                measures norms, ratios and counters of each step
+    watch                measures norms and ratios in each step
     report               reads what `watch` measured, and the counters of wrappers
 
 Whole steps
 
     apply_gradients   applies one step, and returns the new parameters and state
     step_in_backward  updates each layer as soon as its gradient is known
-    scan_layers       runs the layers of a model in a loss, for `step_in_backward`
-    leaf_programs     says how a TPU updates each leaf in 8 bits, and why
+    scan_layers       scans over the layers of a model, for `step_in_backward`
+    leaf_programs     tells how a TPU updates each 8-bit leaf, and why
 
 Updates with explicit state
 
@@ -71,28 +71,28 @@ Updates with explicit state
 
 Functions of trees
 
-    orthogonalize  moves the singular values of matrices close to 1
+    orthogonalize  brings the singular values of matrices close to 1
     global_norm    computes the norm of all leaves together
 
 Packed trees: many arrays as one
 
     pack    packs the leaves of a tree into one buffer per dtype
-    unpack  returns the tree again
+    unpack  returns the original tree
     Packed  what `pack` returns
-    Layout  says where each leaf is in the buffers
+    Layout  describes where each leaf is in the buffers
 
 States of optimizers
 
     state_shardings  returns the shardings of a state, for `jit` and for checkpoints
-    carry_over       converts a state to that of another optimizer, with an account
-    Account          what `carry_over` did with each part of a state
+    carry_over       converts a state to that of another optimizer
+    Account          a record of what `carry_over` did with each part of a state
 
 Names kept for Ivy
 
-    execute_with_gradients  computes a value, and gradients of chosen outputs by chosen inputs
+    execute_with_gradients  a value, and gradients of chosen outputs by chosen inputs
     variable                converts leaves to floating arrays
-    is_variable             whether something is an array
-    variable_data           the array behind a variable, which is itself
+    is_variable             tells whether something is an array
+    variable_data           returns the array behind a variable, which is the same
     inplace_update          returns the new value, in the shapes and dtypes of the old
     inplace_increment       returns the sum, in the dtypes of the old value
     inplace_decrement       returns the difference, in the dtypes of the old value
@@ -163,7 +163,7 @@ from jgrad._wrappers.zero import zero
 __version__ = "1.1.0"
 
 
-if not _typing.TYPE_CHECKING:  # else a checker takes every name for one of the module
+if not _typing.TYPE_CHECKING:  # else type checkers accept any name of the module
 
     def __getattr__(name: str) -> object:
         """An error that says what to use for a name of other libraries, or one that is gone."""

@@ -1,4 +1,4 @@
-"""Whether a program computes each element of a leaf by itself, and whether it can be a kernel."""
+"""Whether a function is elementwise, and whether it can run inside a kernel."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ core = Unpromised("functions of one leaf")
 _REASON = "since the function may see part of a leaf, or several leaves"
 _LEAF = jax.ShapeDtypeStruct((2, 3), jnp.float32)  # of what is traced when a function is given
 
-# What a function may do with a leaf: operations of JAX that compute each element by itself.
+# Elementwise JAX primitives, which a function may apply to a leaf.
 _ELEMENTWISE = {
     *("abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh"),
     *("bessel_i0e", "bessel_i1e", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil"),
@@ -28,12 +28,12 @@ _ELEMENTWISE = {
     *("shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square"),
     *("stop_gradient", "sub", "tan", "tanh", "xor", "zeta"),
 }
-# Those that do what the programs in them do.
+# Primitives that call the programs inside them.
 _CALLS = {
     *("checkpoint", "closed_call", "cond", "custom_jvp_call", "custom_vjp_call"),
     *("jit", "remat", "remat2", "while"),
 }
-# Those that a kernel has, of scalars and of tiles, in each version of JAX and lowered anywhere.
+# Primitives that kernels support, on scalars and tiles, in every version of JAX.
 _IN_KERNELS = {
     *("abs", "add", "and", "broadcast_in_dim", "clamp", "convert_element_type", "div", "eq", "ge"),
     *("gt", "integer_pow", "jit", "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or"),
@@ -79,7 +79,7 @@ def check_zero(
 ) -> None:
     """An error where it returns something else than zeros for zeros, as that of padding is.
 
-    Where a function has a traced number from outside, nobody knows what it returns.
+    If a function uses a traced number from outside, its results are unknown.
     """
     with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
         zeros = [jnp.zeros(_LEAF.shape, _LEAF.dtype)] * (1 + len(moments))
@@ -120,7 +120,7 @@ def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
     primitive, arrays = equation.primitive.name, (*equation.invars, *equation.outvars)
     if primitive in _CALLS:
         return False
-    if primitive == "scan":  # a loop may carry a leaf, and not go through the rows of one
+    if primitive == "scan":  # a loop may carry a leaf, but not iterate over its rows
         (body,) = programs(equation)
         pairs = zip(arrays, (*body.invars, *body.outvars), strict=True)
         cut = [x.aval.shape for x, y in pairs if x.aval.shape != y.aval.shape]

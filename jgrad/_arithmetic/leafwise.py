@@ -1,13 +1,13 @@
 """One function per leaf, traced once for leaves of the same shapes.
 
-A model of a thousand leaves has a dozen shapes. Traced leaf by leaf, an update takes most of a
-second. Here leaves of one shape go through a nested `jax.jit`, sixteen at a time, and JAX keeps its
-trace. XLA inlines the calls, so that the compiled program is the same. Eagerly, sixteen leaves are
-one dispatch.
+A model of a thousand leaves has only a dozen shapes, but tracing its update leaf by leaf takes most
+of a second. Here, leaves of the same shape share a nested `jax.jit`, sixteen at a time, whose trace
+JAX caches. XLA inlines the calls, so the compiled program stays the same. In eager mode, sixteen
+leaves need one dispatch.
 
-A list has an entry for each leaf; anything else, a scalar of the model, is for all leaves. Where an
-entry is `None` there is nothing to compute, and the result is `None`. Results are in float32 or
-float64, not yet in the dtypes of state and parameters.
+A list has an entry for each leaf; anything else is a scalar that all leaves share. If an entry is
+`None`, there is nothing to compute, and the result is `None`. Results are in float32 or float64,
+not yet in the dtypes of state and parameters.
 """
 
 import collections
@@ -29,8 +29,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Function = Callable[..., Any]
-# A function and the arrays that it reads. JAX's trace cache looks functions up by identity, so a
-# call must name the same function object each time it is made.
+# A function and the arrays that it reads. JAX's trace cache looks functions up by identity, so
+# every call must use the same function object.
 Call = tuple[Function, tuple[Any, ...]]
 
 # A list with an entry per leaf, or one scalar for all of them.
@@ -117,7 +117,7 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
         if (j := first.setdefault((f, structure, *ids), i)) != i:
             repeated[i] = j
             continue
-        positions = tuple(map(ids.index, ids))  # an array that is there twice is one argument
+        positions = tuple(map(ids.index, ids))  # an array that occurs twice is one argument
         arrays = list(map(leaves.__getitem__, dict.fromkeys(positions)))
         alike[f, structure, positions, *map(_kind, arrays)].append((i, arrays))
     for (f, structure, positions, *_), members in alike.items():

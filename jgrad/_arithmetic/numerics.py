@@ -1,8 +1,8 @@
-"""Arithmetic that stays right where the textbook form does not.
+"""Arithmetic that stays accurate where the textbook formula does not.
 
 Three things go wrong in single and half precision when an optimizer is written as in its paper:
-half-precision arrays round every intermediate, `1 - beta**t` cancels, and `sqrt` has no derivative
-at zero. The remedies are in this file.
+half-precision arrays round every intermediate result, `1 - beta**t` suffers from cancellation, and
+`sqrt` has no derivative at zero. This file has the remedies.
 """
 
 import functools
@@ -70,7 +70,7 @@ def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
 def abs_squared(x: jax.Array) -> jax.Array:
     """|x|^2, real for complex `x` too (`x * x` of a complex gradient is not a second moment).
 
-    Not `jnp.square`: its slope is computed as 2 x, which overflows before x does.
+    Not `jnp.square`: its derivative is computed as 2 x, which overflows before x does.
     """
     if jnp.iscomplexobj(x):
         return x.real * x.real + x.imag * x.imag
@@ -180,7 +180,7 @@ def magnitude(x: jax.Array) -> jax.Array:
 
 
 def normal_scale(sizes: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The largest of magnitudes over some axes; 1 for zeros, whose slopes are finite then.
+    """The largest of magnitudes over some axes; 1 for zeros, whose derivatives are then finite.
 
     It is a normal number, and so is its reciprocal, by which matrices may be multiplied.
     """
@@ -211,7 +211,7 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
     zeros = jnp.where(x == x, zero, zero)
-    # As of 0.12 JAX types a choice between constants as these are, and does not ask what chooses.
+    # As of 0.12, JAX gives a choice between constants their type, whatever chooses.
     is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec
     return zeros if is_typed else shardings.sharded_as(zeros, x)
 

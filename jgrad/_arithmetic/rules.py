@@ -3,7 +3,7 @@
 An *update* is what is added to the weights: w' = w + update.
 
 `on_leaf` widens every argument to float32 or float64 first. Weights, gradients and first moments
-may be complex; everything else is real. The arithmetic of a single method is in its file under
+may be complex; everything else is real. Arithmetic that only one method uses is in its file under
 `_optimizers`. `tests/reference/` has each rule again in float64 NumPy, written from the papers.
 """
 

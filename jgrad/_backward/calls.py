@@ -1,9 +1,9 @@
-"""What a step is called with: parameters, keywords that `tx` reads, a function of gradients.
+"""The arguments of a step: parameters, keywords that `tx` reads, a function of gradients.
 
-A device of `pmap`, or of `shard_map` without a check, has gradients of its part of a batch, which
-JAX does not sum. In an ordinary step their mean is a line behind `jax.grad`. Here that line is a
-function of the gradients of a share, and the ordinary step calls it in the same way: of one layer
-at a time, so that both forms of a step agree whatever it computes.
+Inside `pmap`, or `shard_map` with `check_vma=False`, each device has the gradients of its part of a
+batch, which JAX does not sum. In an ordinary step, you average them in the line after `jax.grad`.
+Here, this line is a function of the gradients of one share. The ordinary step also calls it for one
+layer at a time, so that both kinds of step agree whatever it computes.
 """
 
 import functools
@@ -30,7 +30,7 @@ _NAME = "step_in_backward"
 
 partial_eval = Unpromised(_NAME)
 _OF_OPTAX = ("value", "grad", "value_fn")
-# What JAX raises where Python looks at the number that a traced array stands for.
+# What JAX raises if Python code needs the value of a traced array.
 _ASKS_PYTHON = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -46,7 +46,7 @@ def check_call(
     args: Sequence[Any],
     keywords: Mapping[str, PyTree],
 ) -> None:
-    """A tree of parameters, and no keyword that nobody reads."""
+    """Checks for a tree of parameters, and for keywords that nothing reads."""
     structure: Structure = jax.tree.structure(params)
     if jax.tree_util.treedef_is_leaf(structure):
         came, remedy = checks.describe(params), "put it in one, as in `{'layers': params}`"
@@ -56,7 +56,7 @@ def check_call(
         if x is not None and not _is_traceable(x):
             remedy = "expected an array, as in `eqx.filter(model, eqx.is_inexact_array)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, {remedy}")
-    keywords = {name: x for name, x in keywords.items() if name != "loss"}  # which the step gives
+    keywords = {name: x for name, x in keywords.items() if name != "loss"}  # the step provides it
     for name in sorted(keywords.keys() & _argument_names(loss, 1 + len(args))):
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")
@@ -131,7 +131,7 @@ def check_function(function: Any) -> None:
 
 
 def check_is_given(function: OfGradients | None) -> None:
-    """An error where nobody sums the gradients of several devices, and nobody says so."""
+    """An error if the gradients of several devices are neither summed nor known not to be."""
     axes = shardings.unknown_axes()
     if function is not None or not axes:
         return

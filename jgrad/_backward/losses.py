@@ -1,7 +1,7 @@
-"""A loss as a program in which calls of `scan_layers` are known: what is read where.
+"""The jaxpr of a loss, split at its calls of `scan_layers`: what is read where.
 
-The loss is traced once. In its jaxpr a call of `scan_layers` is a scan in a scope of that name, and
-what stands between two of them is a piece.
+The loss is traced once. In its jaxpr, a call of `scan_layers` is a scan in a scope of that name,
+and whatever comes between two calls is a piece.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ _NAME = "step_in_backward"
 core = Unpromised(f"`{_NAME}`")
 
 Arrays = list[jax.Array]
-Cotangents = list[jax.Array | None]  # None of what is not differentiated
+Cotangents = list[jax.Array | None]  # None for what is not differentiated
 # By variable of a jaxpr.
 Environment = dict[Any, Any]
 
-# Operations through which a call is seen: what they do beside it is done without them.
+# Primitives that may contain a call: whatever else they do is done without them.
 _JIT = {"jit", "pjit"}
 _SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
 

@@ -1,9 +1,9 @@
 """The forward pass of a traced loss, and its backward pass, which shows each call to a visitor.
 
-In the forward pass each piece between two calls of `scan_layers` runs under `jax.vjp`, and a scan
-keeps what the backward pass of its layers reads. In the backward pass, nothing but cotangents
-stands between the pieces and the loops over layers, so that a loop may take the weights of its
-layers and return new ones, which is not possible inside of anything that JAX differentiates.
+In the forward pass, each piece between two calls of `scan_layers` runs under `jax.vjp`, and each
+scan stores what the backward pass of its layers reads. In the backward pass, only cotangents pass
+between the pieces and the loops over layers. A loop can therefore take the weights of its layers
+and return new ones, which is impossible inside of anything that JAX differentiates.
 """
 
 import functools
@@ -80,7 +80,7 @@ class SavedCall:
 
         pulled, pull, kept = jax.vjp(of_varied, _of(operands, self._varied, True), has_aux=True)
         results = _merged(self._pulled, pulled, kept)
-        # The arrays of the vjp are operands, but for the carry, or stored, or known to all layers.
+        # The arrays of the vjp are operands (except the carry), or stored, or known to all layers.
         arrays, structure = jax.tree.flatten(pull)
         of_carry = range(len(self._others), len(self._others) + len(carry))
         known = {id(y): k for k, y in enumerate(operands) if k not in of_carry}

@@ -1,9 +1,9 @@
-"""What of parameters and of a state belongs to one layer of a stack.
+"""Which part of the parameters and of a state belongs to one layer of a stack.
 
-A transformation sees a layer as a stack of one: its leaves keep a first axis, of length 1, and all
-other leaves are None. So `layer_axes=0` says of a layer what it says of the stack. Which arrays of
-a state are those of a stack, and along which axis they are cut, is asked of `tx.init`: it is traced
-for the leaves of the stack alone, and for a stack of many times as many layers.
+A transformation gets a layer as a stack of one: its leaves keep a first axis, of length 1, and all
+other leaves are None, so `layer_axes=0` means the same for a layer as for the stack. To find which
+arrays of a state belong to a stack, and along which axis they are cut, `tx.init` is traced for the
+leaves of the stack alone, and again for a stack of many times as many layers.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
 
-# Of so many times as many layers: if blocks of 256 elements cross layers, an array of scales is not
-# so many times as long.
+# A stack with this many times as many layers: if blocks of 256 elements cross layers, an array of
+# scales does not become this many times as long.
 _MANY = 256
 
 _OF_NNX = "in flax nnx, `nnx.as_pure` of `nnx.state(model, nnx.Param)` and `optimizer.opt_state`"
@@ -65,7 +65,7 @@ class Cut(NamedTuple):
         return new
 
 
-SAME = Cut(-1, 0)  # of what has no layers, such as the learning rate of a stack
+SAME = Cut(-1, 0)  # for what has no layers, such as the learning rate of a stack
 
 
 class Portion(NamedTuple):
@@ -166,7 +166,7 @@ class Whole:
         for path, x in some.items():
             i = self._position(path, x.shape, axes_of_leaves[0])
             others, count = many, layers * _MANY
-            if path not in many:  # in 8 bits from some size on, and not yet: as with one layer
+            if path not in many:  # not yet large enough for 8 bits: as with one layer
                 others, count = begun(1)[0], 1
             other = others[path].shape
             axes = [k for k, (a, b) in enumerate(zip(x.shape, other, strict=True)) if a != b]
@@ -176,7 +176,7 @@ class Whole:
             axis = axes[0] if axes else 0
             grows = other[axis] * layers == x.shape[axis] * count
             if getattr(path[-1], "name", "") == "scale" and len(other) == 1 and any(axes_of_leaves):
-                grows = False  # blocks of a flattened leaf, whose layers do not follow each other
+                grows = False  # blocks of a flattened leaf, whose layers are not contiguous
             if len(axes) > 1 or not grows or x.shape[axis] % layers:
                 came = f"shape {x.shape} of {layers} layers"
                 k = max(axes_of_leaves)
@@ -231,7 +231,7 @@ class Whole:
         return dict(arrays), structure
 
     def _init(self, shapes: PyTree) -> PyTree:
-        # A new function, as what is told is no part of what JAX compares: it keeps other traces.
+        # A new function, because JAX caches traces, and does not compare what is told.
         return jax.eval_shape(functools.partial(self.tx.init), shapes)
 
     def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:

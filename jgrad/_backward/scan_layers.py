@@ -1,4 +1,4 @@
-"""The layers of a model in a loss: a scan over them, which `step_in_backward` takes apart."""
+"""The layers of a model in a loss: a scan, which `step_in_backward` runs layer by layer."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ Block = Callable[..., PyTree]
 # True, False, or a policy of `jax.checkpoint`.
 Remat = bool | Callable[..., Any]
 
-# The innermost scope of a scan over layers, and how many stacked leaves it has. It is seen in a
-# jaxpr after `vmap` and inside `jit`, whose traces JAX may have kept from calls before.
+# The innermost scope of a scan over layers, with the number of its stacked leaves. A jaxpr shows it
+# even after `vmap` and inside `jit`, whose traces may be cached from earlier calls.
 _SCOPE = re.compile(r"jgrad:scan_layers\[(\d+)\]\)*$")
 
 
@@ -41,48 +41,48 @@ def scan_layers(
     axis: PyTree = 0,
     remat: Remat = True,
 ) -> PyTree:
-    """Runs a carry through a stack of layers, and tells `step_in_backward` where they are.
+    """Scans over the stacked layers of a model, and shows `step_in_backward` where they are.
 
         carry, y_i = block(layer_i, carry, x_i)    for each layer i, from the first to the last
 
-    By itself this is `jax.lax.scan` with `jax.checkpoint` around the block, differentiable in any
-    mode. In the loss of `step_in_backward` it also says where the layers are. They are then updated
-    one by one, each as soon as its gradient is known, so that there is never a gradient of all of
-    them.
+    On its own, this is `jax.lax.scan` with `jax.checkpoint` around `block`, differentiable in any
+    mode. In a loss for `step_in_backward`, it also marks the layers. They are then updated one by
+    one, each as soon as its gradient is known, so the gradients of all layers never exist at the
+    same time.
 
-    There each leaf of `layers` is one of the parameters, as it is, or cast or transposed as a
-    whole. The model may be called in `jax.jit`, `jax.checkpoint`, or `jax.vmap` over its inputs;
-    `remat` alone says what is computed again. Inside of a block all of JAX may be used: micro-
-    batches, for example, are a `jax.lax.map` of a `jax.checkpoint` there.
+    In such a loss, each leaf of `layers` has to be one of the parameters, either as it is, or cast
+    or transposed as a whole. You can call the model inside `jax.jit`, `jax.checkpoint`, or
+    `jax.vmap` over its inputs, but only `remat` decides what is recomputed. Inside `block`, you can
+    use all of JAX; for micro-batches, for example, use a `jax.lax.map` of a `jax.checkpoint`.
 
     Args:
-      block: a layer of the model, called as `block(layer, carry)`, or with `xs` as
-        `block(layer, carry, x)`. It returns a carry of the structure, shapes and dtypes of the one
-        that it is given; with `has_ys`, the pair `(carry, y)`. It may read other arrays, such as a
-        mask or a table of rotations, and those are differentiated, too.
-      layers: a tree of stacked arrays, the parameters of the layers.
+      block: a function that applies one layer, called as `block(layer, carry)`, or with `xs` as
+        `block(layer, carry, x)`. It returns a carry with the same structure, shapes and dtypes as
+        its input; with `has_ys`, the pair `(carry, y)`. It may close over other arrays, such as a
+        mask or rotary embeddings, which are differentiated as well.
+      layers: a tree of arrays, the stacked parameters of the layers.
       carry: a tree of arrays, such as the activations.
-      xs: a tree of arrays with an entry for each layer along their first axis, which are not
-        updated layer by layer: keys for dropout, numbers of layers, states, frozen weights. Of any
-        dtype; differentiated where they are computed from parameters, then with gradients of their
-        size.
-      has_ys: whether the block returns `(carry, y)`. The y of all layers are stacked along a new
-        first axis: auxiliary losses, metrics, activations for other layers. They are
-        differentiated.
-      axis: the axis of `layers` along which the layers are, such as 1 for MaxText: an int, or a
-        prefix tree of those.
-      remat: True computes the inside of a block again in the backward pass, so that only the
-        carries are kept; False keeps what the backward pass reads; a policy of
-        `jax.checkpoint_policies` says what is kept.
+      xs: a tree of arrays of any dtype with an entry for each layer along the first axis, such as
+        keys for dropout, layer indices, caches or frozen weights. They are not updated layer by
+        layer. If they are computed from parameters, they are differentiated, with gradients as
+        large as themselves.
+      has_ys: whether `block` returns `(carry, y)`, where y may be an auxiliary loss, metrics, or
+        activations for other layers. The y of all layers are stacked along a new first axis, and
+        are differentiated.
+      axis: the axis along which layers are stacked, such as 1 in MaxText: an int, or a prefix tree
+        of these.
+      remat: True stores only the carries and recomputes everything else in the backward pass; False
+        stores everything that the backward pass needs; a policy from `jax.checkpoint_policies`
+        chooses what to store.
 
     Returns:
-      The carry behind the last layer; with `has_ys`, the pair `(carry, ys)`.
+      The carry after the last layer; with `has_ys`, the pair `(carry, ys)`.
 
     Raises:
-      ValueError: leaves of `layers` have no such axis, or axes of different lengths, or those of
-        `xs` another one; or a type says that they are sharded along it.
-      TypeError: a leaf is not an array, an option is of the wrong kind, or the block returns no
-        pair; as from `jax.lax.scan`, a carry of another structure, shape or dtype.
+      ValueError: a leaf of `layers` does not have the axis, the number of layers differs between
+        leaves of `layers` or `xs`, or a leaf is known to be sharded along the axis.
+      TypeError: a leaf is not an array, an option has the wrong type, or `block` does not return a
+        pair; from `jax.lax.scan`, the carry changes its structure, shape or dtype.
 
     Example:
       >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
@@ -94,8 +94,8 @@ def scan_layers(
       >>> loss(params, jnp.ones((3, 4)), jax.random.split(jax.random.key(0), 8)).shape
       ()
 
-    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4, for the
-      carries that are kept.
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), section 4, for
+      storing only the carries.
     """
     layers, carry, xs = map(checks.values_of, (layers, carry, xs))
     of_layers = ArgLeaves.from_tree(_NAME, "layers", layers)
@@ -127,7 +127,7 @@ def scan_layers(
         return result
 
     if remat is not False:
-        # A scan keeps XLA from joining both computations; a barrier for it would cost time.
+        # A scan keeps XLA from merging both computations; a barrier would cost time.
         policy = None if remat is True else remat
         body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     leaves, structure = trees.flatten(layers)
@@ -159,7 +159,7 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
             along = f"axis {k}" if k else "the first axis"
             arg.fail(i, ValueError, f"{length} layers along {along}, expected {expected}")
         names = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)[k % x.ndim]
-        if names is not None:  # with explicit axes: with automatic ones no type says it
+        if names is not None:  # with explicit axes; with automatic ones, types don't say it
             came = f"sharded over {names!r} along the axis of the layers, which a scan cuts"
             arg.fail(i, ValueError, f"{came}, expected another axis, or none")
     return count

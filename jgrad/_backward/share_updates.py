@@ -1,7 +1,7 @@
-"""The update of one share, as a function of arrays; whether each element is computed by itself.
+"""The update of one share, as a function of arrays, and whether it is elementwise.
 
-An update of a layer, and one of its whole stack, are traced, and operations that do not come from
-jgrad are looked at. A norm of a layer is not that of the stack, and its random bits are others.
+The update of a layer and that of its whole stack are traced, and operations that do not come from
+jgrad are checked: the norm of a layer is not that of the stack, and its random bits differ.
 """
 
 import itertools
@@ -32,13 +32,13 @@ from jgrad._wrappers.apply_gradients import apply_gradients
 
 _NAME = "step_in_backward"
 
-# What to use in the place of transformations of optax, by names of functions that make them.
+# What to use instead of optax's transformations, by the names of their factories.
 _OURS = {
     "apply_if_finite": "`jgrad.skip_nonfinite`",
     "scale_by_factored_rms": "`jgrad.adafactor`",
     "scale_by_trust_ratio": "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`",
 }
-# What devices do with arrays, each of whose elements stays by itself.
+# Primitives that move arrays between devices, but keep elements separate.
 _OF_DEVICES = {
     *("device_put", "pcast", "pmax", "pmin", "psum", "psum_invariant", "pvary", "reshard"),
     "sharding_constraint",
@@ -135,7 +135,7 @@ class Made(NamedTuple):
     Attributes:
       weights: new ones.
       state: the new arrays of its state.
-      parts: what it has to say of each number of all shares.
+      parts: its part of each number of all shares.
     """
 
     weights: Arrays
@@ -180,7 +180,7 @@ class ShareUpdate:
         Args:
           given: see there.
           known: numbers of all shares.
-          others: of those that are not known, what all other shares have to say.
+          others: for those that are not known, the parts of all other shares.
         """
         made, share = self._run(given, known, others)
         self._check_promise(share.foreign)
@@ -231,7 +231,7 @@ class ShareUpdate:
         return mixes or foreign is not None
 
     def parts(self, given: Start) -> Numbers:
-        """The form of what it has to say."""
+        """The form of its parts."""
         return self._look(given)[0]
 
     def _look(self, given: Start) -> tuple[Numbers, bool, str | None]:
@@ -304,7 +304,7 @@ class ShareUpdate:
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
                 self._refuse_state(i)
-        if mixes and foreign is None:  # it hands on what it was given, which nobody has seen
+        if mixes and foreign is None:  # it passes on its input, which nobody has seen
             self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
@@ -336,7 +336,7 @@ def _key_of_leaves(numbers: Numbers) -> list[Key]:
 
 
 def pruned(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """`f(*args)`, without operations whose results nobody reads.
+    """`f(*args)`, without operations whose results are unused.
 
     In a loop JAX leaves them in, and a kernel would write results that are not used.
     """

@@ -170,7 +170,7 @@ def step_in_backward(
         extra = {"loss": result[0] if has_aux else result} | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
-    # Without `jit` loops have no traces, by which arrays are told apart.
+    # Without `jit`, loops have no traces, by which arrays are told apart.
     @jax.disable_jit(False)
     def in_backward(
         traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
@@ -197,7 +197,7 @@ def step_in_backward(
         with telling(stacks=traced.stacks_by_path(params)):
             if _is_forced.get():
                 return in_backward(*inputs)
-            # Functions that are new in each call: JAX keeps the traces of those that it has seen.
+            # New functions in each call, because JAX caches traces by function.
             results: Results = jax.lax.platform_dependent(
                 cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
             )
@@ -211,7 +211,7 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
     return during(_is_forced, use)
 
 
-# What is done with a layer: new arrays, or none, and what it has to say.
+# What to do with a layer: it returns new arrays, or none, and numbers.
 _Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 # What is done with leaves in no stack, and with a stack; they return the flow in front of it.
 _OfLeaves = Callable[[ShareUpdate, Start, Flow], Flow]
@@ -330,8 +330,9 @@ class _Step:
 
         def of_leaves(update: ShareUpdate, given: Start, flow: Flow) -> Flow:
             nonlocal said, model
-            # What reads old weights comes before, else XLA copies them; and the layers come behind,
-            # else it may keep the gradients, or what they are computed from, till the end.
+            # Everything that reads old weights comes before, or XLA would copy them; and the layers
+            # come after, or it might keep the gradients, or what they are computed from, until the
+            # end.
             gradients, flow = shardings.barrier((given.gradients, flow))
             made = update(given._replace(gradients=gradients), known)
             said = _both(update, said, _without(made.parts, known))
@@ -425,7 +426,7 @@ class _Step:
             if owned is not None:
                 model = model.replaced(portion, owned, in_loop=True)
             layer = last - i
-            # Else XLA reads the stacks twice.
+            # Otherwise, XLA reads the stacks twice.
             weights = shardings.barrier(model.weights_of(portion, layer))
             of_layer, flow = pull(layer, weights, flow)
             of_leaves = zip(portion.positions, portion.axes, of_layer, strict=True)

@@ -1,4 +1,4 @@
-"""What is differentiated, and of what: floating leaves of arguments, and one-element outputs."""
+"""What is differentiated with respect to what: one-element outputs, and floating leaves."""
 
 import operator
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def scalar(function: str, output: PyTree) -> jax.Array:
     begin = f"{function}: `func` returned {checks.describe(output)}"
     if not is_real_floating(output):
         raise TypeError(f"{begin}, expected a real floating scalar.")
-    # An eager call pays for each operation that is recorded, even for one that does nothing.
+    # In eager mode, every recorded operation costs time, even one that does nothing.
     output = output if isinstance(output, jax.Array) else jnp.asarray(output)
     if output.size != 1:
         remedy = "reduce it with `jnp.sum` or `jnp.mean`, or take `jac`"

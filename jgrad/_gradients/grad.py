@@ -1,8 +1,8 @@
 """Gradients and Hessian-vector products of functions of pytrees.
 
-Over `jax.grad` and its kin: integer, bool and PRNG-key leaves may stand beside floating ones (their
-gradient is `None`), a one-element output of any rank counts as a scalar, `func` is called exactly
-once, and errors name the leaf.
+Compared with `jax.grad`, arguments may also have integer, bool and PRNG-key leaves, whose gradient
+is `None`; an output with one element counts as a scalar, whatever its rank; `func` is called
+exactly once; and errors name the leaf.
 """
 
 import functools
@@ -22,12 +22,12 @@ Rest = ParamSpec("Rest")
 Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 
-# Set on what `grad` returns, to itself: the gradient of a gradient differentiates the sum of its
-# elements, and `functools.wraps` copies attributes to wrappers that are no gradients.
+# Set on what `grad` returns, to itself. The gradient of a gradient differentiates the sum of its
+# elements, and `functools.wraps` also copies attributes to wrappers that are not gradients.
 _GRADIENT = "_jgrad_gradient"
 
 
-# Of the first argument, which most people differentiate, a checker knows the type.
+# Type checkers know the type of the first argument, which most people differentiate.
 @overload
 def grad(
     func: Callable[Concatenate[First, Rest], Any], *, has_aux: Literal[False] = False
@@ -47,26 +47,27 @@ def grad(
 
         grad(f)(x) = df/dx
 
-    On an array, `grad(grad(f))` is the gradient of the sum of the inner gradient. Where `f` treats
-    elements apart, that is the second derivative of each element, and n calls give the n-th.
+    Nested calls on an array differentiate the sum of the inner gradient. If `f` is elementwise up
+    to a final sum, `grad(grad(f))` is therefore the second derivative of each element, and n nested
+    calls give the n-th.
 
     Args:
-      func: returns one real floating array with one element; with `has_aux`, a pair of it and
-        anything.
-      argnums: which positional arguments to differentiate: pytrees with floating or complex leaves,
-        and possibly others. The gradient of a complex leaf is as `jax.grad` defines it: the descent
-        direction is its conjugate.
+      func: a function that returns a real floating array with one element; with `has_aux`, a pair
+        of this and anything else.
+      argnums: which positional arguments to differentiate with respect to: pytrees with floating or
+        complex leaves, and possibly others. Gradients of complex leaves are as in `jax.grad`, so
+        the direction of steepest ascent is their conjugate.
       has_aux: see `func`.
 
     Returns:
-      A function of the arguments of `func`. It returns the gradient, a tree like the argument with
-      leaves of the same shapes and dtypes, `None` for leaves that are not differentiated; a tuple
-      of such trees where `argnums` is a sequence; with `has_aux`, the pair of that and the
-      auxiliary output.
+      A function with the arguments of `func`. It returns the gradient, a tree like the argument
+      with leaves of the same shapes and dtypes, and `None` for leaves that are not differentiable.
+      If `argnums` is a sequence, it returns a tuple of such trees; with `has_aux`, a pair of the
+      gradient and the auxiliary output.
 
     Raises:
       TypeError: from the returned function: an argument has no floating leaf, or the output is not
-        one real floating array.
+        a single real floating array.
       ValueError: from the returned function: the output has several elements, or `argnums` is out
         of range.
 
@@ -109,7 +110,7 @@ def value_and_grad(
       has_aux: as for `grad`.
 
     Returns:
-      A function of the arguments of `func` that returns `(value, gradient)`, with `has_aux`
+      A function with the arguments of `func` that returns `(value, gradient)` or, with `has_aux`,
       `((value, aux), gradient)`. The gradient is as for `grad`.
 
     Raises:
@@ -151,25 +152,26 @@ def _value_and_grad(
 def hvp(
     func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
 ) -> PyTree:
-    """Multiplies the Hessian of `func` by a vector, with forward over reverse differentiation.
+    """Multiplies the Hessian of `func` by a vector, using forward-over-reverse differentiation.
 
         hvp(f, (x,), (v,)) = d/de grad f(x + e v) at e = 0
 
     Args:
-      func: returns one real floating array with one element.
+      func: a function that returns a real floating array with one element.
       primals: its positional arguments, as for `jax.jvp`: pytrees with floating leaves, and
         possibly others.
-      tangents: a vector for each: trees of the same structure with leaves of the same shapes and
-        dtypes; `None` beside leaves that are not differentiated.
+      tangents: a vector for each of these: trees of the same structure with leaves of the same
+        shapes and dtypes; `None` for leaves that are not differentiable.
 
     Returns:
-      The product, a tree like the argument, `None` for leaves that are not differentiated; a tuple
-      of such trees if there are several arguments (each sums over the tangents of all).
+      The product, a tree like the argument with `None` for leaves that are not differentiable; for
+      several arguments, a tuple of such trees, each summed over the tangents of all arguments.
 
     Raises:
       TypeError: `primals` or `tangents` is not a tuple or list, an argument has no floating leaf, a
-        tangent is not one, or the output of `func` is not one real floating array.
-      ValueError: lengths, structures or shapes do not match, or the output has several elements.
+        tangent has the wrong type, or the output of `func` is not a single real floating array.
+      ValueError: lengths, tree structures or shapes do not match, or the output has several
+        elements.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -199,14 +201,13 @@ def hvp(
 
 
 def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None) -> PyTree:
-    """Returns `x` as a constant, so that no gradient flows through it.
+    """Returns `x` unchanged, but treats it as a constant in differentiation.
 
         stop_gradient(x) = x, with derivative 0
 
     Args:
-      x: pytree; leaves that are not arrays pass unchanged.
-      preserve_type: accepted for parity with Ivy, whose variables may change type; JAX's arrays
-        have one.
+      x: a pytree; leaves that are not arrays are returned as they are.
+      preserve_type: ignored; Ivy has it because its variables may change type.
       out: None.
 
     Returns:

@@ -30,24 +30,24 @@ def jac(
         jac(f)(x)[i..., j...] = df[i...] / dx[j...]
 
     Args:
-      func: returns a pytree of real floating arrays.
-      argnums: which positional arguments to differentiate: pytrees with floating leaves, and
-        possibly others.
-      mode: "reverse" (one pass per output element), "forward" (one per input element), or None for
-        the one that takes fewer passes. None evaluates `func` once: its forward mode is the
-        transpose of the pullback. A `jax.custom_vjp` whose backward pass is not linear has no such
-        transpose: say "reverse" there.
+      func: a function that returns a pytree of real floating arrays.
+      argnums: which positional arguments to differentiate with respect to: pytrees with floating
+        leaves, and possibly others.
+      mode: "reverse" (one pass per output element), "forward" (one pass per input element), or None
+        for whichever takes fewer passes. None evaluates `func` once and gets forward mode by
+        transposing the pullback. If `func` contains a `jax.custom_vjp` whose backward pass is not
+        linear, there is no such transpose; use "reverse".
 
     Returns:
-      A function of the arguments of `func` that returns, for each leaf of the output, a tree like
-      the argument with leaves of shape `output shape + input shape` and the dtype of the input,
-      `None` for leaves that are not differentiated; a tuple of such trees where `argnums` is a
+      A function with the arguments of `func` that returns, for each leaf of the output, a tree like
+      the argument, with leaves of shape `output shape + input shape` in the dtype of the input, and
+      `None` for leaves that are not differentiable; a tuple of such trees if `argnums` is a
       sequence.
 
     Raises:
-      TypeError: from the returned function: an argument has no floating leaf, or an output is not a
-        real floating array.
-      ValueError: `mode` or, from the returned function, `argnums` is not one of the possible.
+      TypeError: from the returned function: an argument has no floating leaf, or an output leaf is
+        not a real floating array.
+      ValueError: `mode` is unknown; from the returned function, `argnums` is out of range.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -78,8 +78,8 @@ def value_and_jac(
       mode: as for `jac`.
 
     Returns:
-      A function of the arguments of `func` that returns `(value, Jacobian)`; the Jacobian is as for
-      `jac`.
+      A function with the arguments of `func` that returns `(value, Jacobian)`. The Jacobian is as
+      for `jac`.
 
     Raises:
       As `jac`.
@@ -152,7 +152,7 @@ def _reverse(
     if may_transpose and fewer_inputs and not any(map(jnp.iscomplexobj, inputs)):
         push = jax.linear_transpose(one, leaves)
         along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
-        # Where a custom backward pass has no transpose, what follows is right all the same.
+        # If a custom backward pass has no transpose, the code below is right all the same.
         with contextlib.suppress(NotImplementedError, AssertionError):
             return value, _blocks_of_columns(along(_basis(inputs)), inputs)
     return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)

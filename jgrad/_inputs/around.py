@@ -1,26 +1,28 @@
-"""What stands around a method: whether its update is committed, and what follows behind its kernel.
+"""What a method has to know of its wrappers: is the update kept, and what follows in its kernel.
 
-`skip_nonfinite` could compute an update and choose between new and old arrays afterwards. Each new
-moment would then be read by the choice and by the step, and XLA would write it out for both. So the
-wrapper tells a `Commit` to what is inside (see `told`), and every transformation of this library
-makes the choice itself, before anything reads its new moments. Others know nothing of it.
+`skip_nonfinite` could compute an update and choose between new and old arrays afterwards. But then
+both the choice and the step would read each new moment, so XLA would write it to memory. Instead,
+the wrapper passes a `Commit` to the transformations inside (see `told`), and each of jgrad's makes
+the choice itself, before anything reads its new moments. Those of other libraries know nothing of
+it.
 
-A `Commit` exists while a program is traced. It remembers arrays by identity. *Finite* are the
-gradients, and what is computed from such arrays alone by a transformation that makes nothing
-non-finite. *Settled* are updates and arrays of a state that are right whatever the decision is:
-zero, or the old array, if the update is not committed. The wrapper looks at all others. So whatever
-stands between both transformations, and makes other arrays or another trace, costs time and no
-more.
+A `Commit` lives while a program is traced, and remembers arrays by identity. Arrays are *finite* if
+they are the gradients, or were computed only from such arrays by a transformation that never makes
+anything non-finite. Updates and arrays of a state are *settled* if they are right whatever the
+decision is, which means zero, or the old array, if the update is not committed. The wrapper checks
+all others. If a transformation in between makes other arrays, or another trace, this only costs
+time.
 
-A kernel computes a whole step of a leaf: it reads the gradient, the weight and the codes once, and
-writes new ones in their place. So what follows an update, as the addition to the weight, has to be
-told to the method before it computes the update. A wrapper that changes weights tells a `Then` (see
-`told`), and the method looks for the function of each of its leaves. The wrapper then finds what
-that function returned by the update that belongs to it. If a transformation of another library
-changes that, or the leaf has no kernel, it finds nothing, and computes the same afterwards. What
-precedes a gradient or a weight is told the other way: who makes one of another array says so by
-`made_of`. `optax.chain` may call both, with no wrapper around, so a record that a wrapper makes
-could not hold this. What each of them saves is in `benchmarks/notes/eight_bits.md`.
+A kernel computes the whole step of a leaf: it reads the gradient, the weight and the codes once,
+and overwrites weight and codes. Whatever follows the update, such as its addition to the weight,
+therefore has to be known before the method computes the update. A wrapper that changes weights
+passes a `Then` (see `told`), in which the method looks up the function for each of its leaves.
+Afterwards, the wrapper looks up the result of this function by the update that belongs to it. If a
+transformation of another library changed the update, or the leaf has no kernel, it finds nothing
+and computes the same itself. What precedes a gradient or a weight is passed on in the other
+direction: whoever makes one from another array calls `made_of`. A record in a wrapper could not
+hold this, because `optax.chain` may call both without any wrapper. `benchmarks/notes/eight_bits.md`
+shows what each of these saves.
 """
 
 import dataclasses
@@ -45,7 +47,7 @@ class Commit:
 
     Attributes:
       clips: whether what overflows in a committed update is to become the largest number; False
-        where the gradients may be infinite, which nobody would see then.
+        where the gradients may be infinite, which would then go unnoticed.
       is_left_out: whether gradients that are not committed are left out by what is inside.
     """
 
@@ -101,7 +103,7 @@ class Commit:
         if self._is_joined or self._outer is None:
             return self._flag
         flag = self._flag & self._outer.flag
-        if trace_state() == self._trace:  # else it is a tracer of a branch
+        if trace_state() == self._trace:  # otherwise it is a tracer of a branch
             self._flag, self._is_joined = flag, True
         return flag
 
@@ -145,8 +147,8 @@ class Commit:
     def take_finite(self, finite: jax.Array, tree: PyTree) -> None:
         """Says whether the arrays are finite, for a transformation that has their norm anyway.
 
-        Taken if all gradients are among them and nobody read the flag; then what computed the flag
-        before is not in the compiled program.
+        Taken if all gradients are among them and nothing has read the flag; then what computed the
+        flag before is not in the compiled program.
         """
         if self._outer is not None:
             self._outer.take_finite(finite, tree)
@@ -170,8 +172,8 @@ class _Making(NamedTuple):
     arguments: tuple[Callable[[], Any], ...]
 
 
-# By the identity of each new array, as long as that is there. A trace keeps its arrays, so it would
-# never end if one were kept here.
+# By the identity of each new array, for its lifetime. A trace keeps its arrays, so it would never
+# be freed if one were kept here.
 _made: dict[int, _Making] = {}
 
 

@@ -29,7 +29,7 @@ class ByPath:
         return structure.unflatten([value for *_, value in self._rows(params)])
 
     def describe(self, params: PyTree) -> str:
-        """A line for each array: its path, its shape, the rule that it has, and the value."""
+        """A line for each array: its path, its shape, the rule that applies, and its value."""
         lines = [
             (path, str(jnp.shape(x)), rule, _in_short(value))
             for path, x, rule, value in self._rows(params)
@@ -71,7 +71,7 @@ def _in_short(value: Any) -> str:
 
 
 def check_parameters(function: str, tree: PyTree) -> None:
-    """No bare number, as a count is for which a schedule is called."""
+    """Rejects a bare number, such as the count for which a schedule is called."""
     if not jax.tree_util.all_leaves([tree]):
         return
     is_array = hasattr(tree, "dtype") and jnp.issubdtype(tree.dtype, jnp.inexact)
@@ -84,34 +84,35 @@ def check_parameters(function: str, tree: PyTree) -> None:
 
 @explained
 def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
-    """Gives each leaf its own value of an option, chosen by a pattern of its path.
+    """Gives each leaf its own value of an option, chosen by patterns of paths.
 
         value of a leaf = that of the first rule whose pattern matches its path, else `rest`
 
-    A path is the keys to a leaf, joined by `/`. Keys of a dictionary, attributes and indices read
-    alike, so that `layers/0/kernel` may be in dicts and lists, and in models of flax, equinox and
-    haiku. In a pattern `*` stands for any text within one key, and `**` for any number of keys, or
-    none. A pattern has to match the whole path: "bias" is a leaf at the top, "**/bias" is one
-    anywhere. An attribute `value` at the end of a path, as variables of flax have it, need not be
-    written.
+    The path of a leaf is its keys joined by `/`. Dictionary keys, attributes and indices are all
+    written alike, so `layers/0/kernel` works for dicts and lists, and for models of flax, equinox
+    and haiku. In a pattern, `*` matches any text within one key, and `**` any number of keys,
+    including none. A pattern has to match the whole path: "bias" matches a leaf at the top level,
+    "**/bias" one anywhere. Leave out the attribute `value` with which flax's variables end a path.
 
-    A rule that matches no leaf raises an error, and so does a leaf without a rule, so you notice if
-    a name in the model changes. Leaves with one rule share one number in the program.
+    A rule that matches no leaf raises an error, and so does a leaf that matches no rule, so you
+    notice if a name in the model changes. All leaves of a rule share one number in the compiled
+    program.
 
     Args:
-      rules: patterns and values, in order. A value is whatever the option accepts for a leaf: a
-        number, a schedule, a bool, axes, a PartitionSpec, or a label for `optax.partition`.
-      rest: the value of leaves that no rule matches. Without it each leaf needs a rule.
+      rules: a mapping from patterns to values; the first match counts. A value is whatever the
+        option accepts for a leaf: a number, a schedule, a bool, axes, a PartitionSpec, or a label
+        for `optax.partition`.
+      rest: the value for leaves that no rule matches. Without it, every leaf needs a rule.
 
     Returns:
-      An option for a transformation. Called with parameters, or with their shapes, it returns the
-      tree of values, so that `optax.masked` and `optax.partition` accept it, too. It has a method
-      `describe(params)`: the path, shape, rule and value of each leaf.
+      An object to pass as an option. Called with parameters, or their shapes, it returns the tree
+      of values, so `optax.masked` and `optax.partition` accept it, too. Its method
+      `describe(params)` returns a table of the path, shape, rule and value of each leaf.
 
     Raises:
       TypeError: `rules` is not a mapping, or a pattern is not a string.
-      ValueError: there is no value at all, or a pattern cannot be read. Where it is used: no leaf
-        has a rule, or a leaf has none.
+      ValueError: there are no values, or a pattern is malformed; where it is used, a rule matches
+        no leaf, or a leaf has no rule.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "mlp": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}}

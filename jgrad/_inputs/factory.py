@@ -1,7 +1,7 @@
-"""The table of a factory's options: each is named once, with its kind, and checked and read by it.
+"""The table of a factory's options, which checks and reads each of them by its kind.
 
-The factory checks what it can before there are parameters, so that an error points at its call.
-Each update reads the numbers again, since they may be traced and may differ from leaf to leaf.
+The factory checks what it can before there are parameters, so that errors point at its call. Each
+update reads the numbers again, because they may be traced and may differ from leaf to leaf.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ Arguments = Mapping[str, Any]
 
 
 def checked(read: Callable[[str, str, Any], Any], *, optional: bool = False) -> Callable[..., None]:
-    """The kind of numbers that a factory checks as others, and reads in its own way."""
+    """The kind of numbers that a factory checks like others, but reads in its own way."""
 
     def check(function: str, name: str, x: Any) -> None:
         if not (optional and x is None):
@@ -56,11 +56,11 @@ class Reads(NamedTuple):
     read: Callable[[str, Any], Any]
 
 
-# What a check is given: the names of the factory and of the option, and its value.
+# The arguments of a check: the names of the factory and of the option, and its value.
 Kind = Role | Callable[[str, str, Any], Any] | Reads | None
 
 _RULE = "weight_decay_rule"
-# What every method has that decays, and every one whose moments have a form.
+# The options of all methods with weight decay, and of all with moments.
 DECAY: dict[str, Kind] = {
     _RULE: one_of(*options.DECAY_RULES),
     "weight_decay": Role.DECAY,
@@ -68,7 +68,7 @@ DECAY: dict[str, Kind] = {
 }
 COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
-# What every method has that looks at matrices.
+# The options of all methods for matrices.
 MATRICES: dict[str, Kind] = {
     "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
     "split": lambda function, _, x: matrix_options.read_split(function, x),
@@ -136,7 +136,7 @@ class Given:
         return self.arguments[name]
 
     def read(self, inputs: Inputs, step: Step) -> Any:
-        """The numbers of one update: an attribute for each option that is one.
+        """The numbers of one update: an attribute for each option that is a number.
 
         And `descent`; None without a weight decay, whose table has the learning rate before it.
         """
@@ -187,7 +187,7 @@ class Given:
         return of_update
 
     def moments(self, **axes: Any) -> MomentOptions:
-        """In which form the moments are stored; `axes` are further options of `MomentOptions`."""
+        """How the moments are stored; `axes` are further options of `MomentOptions`."""
         form = self.arguments["moment_dtype"], self.arguments["full_precision"]
         axes = {"mesh_axes": self.arguments.get("mesh_axes")} | axes
         return MomentOptions(*form, **axes)

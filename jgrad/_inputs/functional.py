@@ -1,19 +1,18 @@
-"""The way through a functional update: canonicalize, jit, check, compute, cast back.
+"""The stages of a functional update: canonicalize, jit, check, compute, cast back.
 
-A method says once, by `@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, ...)`, what each
-argument is. `canonicalize` runs at every call, before anything is traced, and looks only at what
-Python knows. The checks of `AlignedArguments` run while tracing, once per signature.
+A method declares the role of each argument by `@functional.update(w=Role.WEIGHTS,
+dcdw=Role.GRADIENT, ...)`. `canonicalize` runs in every call, before anything is traced, and only
+looks at what Python knows. The checks of `AlignedArguments` run while tracing, once per signature.
 
 What functional updates share:
 
 - Trees. Any argument may be a pytree, a prefix of one, or an array or number, which stands for
-  every leaf below it. A result is as fine as the finest argument that it is computed from.
-- Shapes. A gradient has its parameter's shape. Moments and `lr` may have any shape that
-  broadcasts to it. All other arguments have one element per leaf.
-- Dtypes. Weights and moments keep theirs. The arithmetic is in float32, or in float64 where an
-  array is. Integer gradients, moments and numbers are read as the default float dtype; integer
-  weights are an error.
-- `None` as a gradient leaves its leaf, and the moments of it, unchanged.
+every leaf below it. A result has the structure of the finest argument that it is computed from. -
+Shapes. A gradient has its parameter's shape. Moments and `lr` may have any shape that broadcasts to
+it. All other arguments have one element per leaf. - Dtypes. Weights and moments keep theirs. The
+arithmetic is in float32, or in float64 where an array is. Integer gradients, moments and numbers
+are read as the default float dtype; integer weights are an error. - `None` as a gradient leaves its
+leaf, and the moments of it, unchanged.
 
 The trees are aligned once. From then on the method works on lists with an entry per leaf, as the
 `init`/`update` pairs do.
@@ -46,7 +45,7 @@ from jgrad._trees.protocols import PyTree
 
 
 class Role(enum.Enum):
-    """What an argument is, of a functional update or of the factory of a pair."""
+    """The role of an argument of a functional update or of a factory."""
 
     # of a functional update
     WEIGHTS = enum.auto()
@@ -71,9 +70,9 @@ class Role(enum.Enum):
 MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}
 # They may have any shape that broadcasts to the weights.
 BROADCAST = MOMENTS | {Role.RATE}
-# They have elements of their own, and not one number per leaf.
+# They have an entry for each element, instead of one number per leaf.
 ARRAYS = BROADCAST | {Role.WEIGHTS, Role.GRADIENT}
-# They are complex where the weights are.
+# They are complex if the weights are.
 COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
 
 Roles = Mapping[str, Role]
@@ -132,7 +131,7 @@ class AlignedArguments:
 
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
-        # The weights may be one array for a tree of gradients: the finer of both has the leaves.
+        # The weights may be one array for a tree of gradients: the finer of the two has the leaves.
         both = (self._reference, self._gradient)
         name = max(both, key=lambda name: len(self._counts[name]))
         tree, counts = self._trees[name], self._counts[name]
@@ -224,7 +223,7 @@ class AlignedArguments:
         return trees.repeat(trees.flatten(tree)[0], self._counts[name])
 
     def _check(self, roles: Roles, finest: PyTree) -> None:
-        """Kinds and shapes, leaf against leaf."""
+        """Checks kinds and shapes, leaf by leaf."""
         args = {
             name: ArgLeaves(self._function, name, self._leaves[name], lambda: trees.paths(finest))
             for name in roles
@@ -238,8 +237,8 @@ class AlignedArguments:
             if role is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
             elif role in BROADCAST:
-                # Without weights nothing can be enlarged: a moment of shape (1,) beside a scalar
-                # is fine.
+                # Without weights, nothing can be enlarged: a moment of shape (1,) for a scalar is
+                # fine.
                 checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
             elif not (role in ARRAYS or self._packed):
                 given = ArgLeaves.from_tree(self._function, name, self._trees[name])
@@ -292,17 +291,17 @@ def update(
     /,
     **roles: Role,
 ) -> Callable[[F], F]:
-    """Makes a functional update of its body, which computes on lists with an entry per leaf.
+    """Makes a functional update from a body that computes on lists with an entry per leaf.
 
     The signature and the docstring are those of the body, and so are the static options. The body
     gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
     and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
-    gradients, and new moments. All is compiled as one program.
+    gradients, and new moments. Everything is compiled as one program.
 
     Args:
       replaced: what the results replace, in order.
-      before: looks at all arguments, before anything is traced, and may replace some.
-      **roles: what each argument is, arrays before numbers. Messages blame the first that is wrong.
+      before: looks at all arguments, before anything is traced, and may replace some. **roles: the
+        role of each argument, arrays before numbers. Messages report the first that is wrong.
     """
 
     def decorate(body: F) -> F:
@@ -388,7 +387,7 @@ def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[
 
 
 def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree]:
-    """A list of numbers is an array, as in Ivy, unless another list holds arrays: it is a tree."""
+    """A list of numbers is an array, as in Ivy; if another list holds arrays, lists are trees."""
     if {list, tuple}.isdisjoint(map(type, named.values())):
         return named
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
@@ -406,7 +405,7 @@ def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree
 
 
 def _is_list(x: Any) -> bool:
-    return type(x) in (list, tuple)  # no NamedTuple: that is a tree
+    return type(x) in (list, tuple)  # not a NamedTuple, which would be a tree
 
 
 def _is_numbers(x: Any) -> bool:
@@ -422,7 +421,7 @@ def _strong_arrays(function: str, name: str, tree: PyTree, role: Role) -> PyTree
         isinstance(x, jax.Array) and not getattr(x, "weak_type", True)
         for x in jax.tree.leaves(tree)
     ):
-        return tree  # the short way: most of what an eager call spends outside XLA is spent here
+        return tree  # the fast path: an eager call spends most of its time outside XLA here
     tree = checks.values_of(tree)
     checks.arrays_or_numbers(function, name, tree)
     if (

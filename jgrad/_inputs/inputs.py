@@ -1,6 +1,6 @@
-"""The input of one `init` or `update`, checked, and the way out.
+"""The checked inputs of one `init` or `update`, and how its results are returned.
 
-Options are read beside it, an entry per leaf; methods and wrappers compute with its lists.
+Methods and wrappers compute with lists that have an entry per leaf; options are read separately.
 """
 
 import functools
@@ -33,13 +33,13 @@ from jgrad._trees.told import NOTHING, Told
 
 
 class Finished(NamedTuple):
-    """An array with which nothing is left to do: a commit and a dtype are taken into account."""
+    """An array that needs nothing more: commit and dtype are taken into account."""
 
     array: jax.Array
 
 
 class Parameters:
-    """Parameters, or gradients in their place, and what is known of each array.
+    """Parameters, or gradients in their place, and what is known about each array.
 
     Attributes:
       function: the name of the transformation, for messages.
@@ -189,7 +189,7 @@ class Inputs(Parameters):
             self.w = checks.parameters(self.reference)
         self.commit: Commit | None = around.commit
         if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
-            self.commit = None  # it clips what overflows, for gradients that it knows alone
+            self.commit = None  # it clips overflow, but only for gradients that it knows
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then: Then | None = around.then
         self._structure = trees.flatten(self.tree)[1]
@@ -198,19 +198,19 @@ class Inputs(Parameters):
         self.is_updated = [g is not None for g in self.g]
 
     def require_params(self, reason: str) -> list[Any]:
-        """The parameters, which have to be there."""
+        """The parameters; an error if they are missing."""
         if self.w is None:
             remedy = "call `update(updates, state, params)`"
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
     def with_zeros(self, updates: PyTree) -> PyTree:
-        """The updates, with zero for None beside a parameter."""
+        """The updates, with zeros where a parameter has None."""
         updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
         return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
 
     def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
-        """Those of an option of the method, or else of a wrapper around it; none if nobody says."""
+        """Those of the method's option, or else of a wrapper around it; else none."""
         places = [] if mesh_axes is None else self.places(mesh_axes)
         if self.then is None or self.w is None:
             return places
@@ -218,7 +218,7 @@ class Inputs(Parameters):
         return [x or y for x, y in zip(places, around, strict=True)] if places else around
 
     def rest(self, i: int) -> Rest | None:
-        """What a wrapper does with the update of an array."""
+        """What a wrapper does next with the update of an array."""
         return None if self.then is None or self.w is None else self.then.of(self.w[i])
 
     def finishing(self, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
@@ -339,8 +339,8 @@ class Inputs(Parameters):
         return gradients
 
 
-# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not its
-# own, whatever the optimizer.
+# `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not
+# flax's own, whatever the optimizer.
 _NOT_PACKED = (
     "pack a restored state by `pack(state, like=jax.eval_shape(tx.init, params))`; flax's "
     "`nnx.Optimizer` takes packed states apart: give it `pack_small(tx)` and parameters as a tree, "
@@ -364,7 +364,7 @@ def _or_zeros(x: Any, p: Any) -> Any:
 
 
 def _has_room(dtype: np.dtype) -> bool:
-    """Whether no update of a training is too large to be added to any parameter; not in float16."""
+    """Whether any update of a training can be added to any parameter; not in float16."""
     return bool(jnp.finfo(dtype).maxexp >= 128)
 
 

@@ -1,8 +1,8 @@
-"""A method, written as a function of one leaf, of all leaves: from lists to leaves and back.
+"""Applies a method, which is written for one leaf, to all leaves: from lists to leaves and back.
 
-Leaves whose moments are in 8 bits are one operation each, which is a kernel on accelerators. Where
-the method ends there, that operation may also do what follows: it keeps a skipped step out, and
-adds the update to the weight if `apply_gradients` says so.
+Each leaf with 8-bit moments is one operation, which is a kernel on accelerators. If nothing else of
+the method comes after it, this operation may also do what follows: leave out a skipped step, and
+add the update to the weight for `apply_gradients`.
 """
 
 import functools
@@ -48,18 +48,17 @@ class Descent(NamedTuple):
 
 
 class LeafFunction:
-    """A function of one leaf as one of all leaves.
+    """Applies a function of one leaf to all leaves.
 
-    The function is given the gradient, or what stands for it, and then arrays and numbers of its
-    leaf. For an argument that is a `Moment` it is given the moment of the leaf, into which it
-    writes the new one. Options are keyword-only, and static. It is called where there is a
-    gradient.
+    The function gets the gradient, or what stands for it, and then the arrays and numbers of its
+    leaf. For an argument that is a `Moment`, it gets the moment of the leaf, into which it writes
+    the new one. Options are keyword-only, and static. It is only called if there is a gradient.
     """
 
     def __init__(self, function: Function, no_kernel: str = "") -> None:
         """`no_kernel` says why a TPU cannot have the function as a kernel, where it cannot."""
-        # Kept here, and not for ever: a user may have made the function. One function object for
-        # each choice, so that JAX's caches find it again.
+        # Kept here instead of globally, because the function may be a user's. One function object
+        # for each choice, so that JAX's caches find it again.
         self._program = functools.cache(functools.partial(_program, function))
         self._kernel = functools.cache(functools.partial(_kernel, no_kernel))
         functools.update_wrapper(self, function)
@@ -99,7 +98,7 @@ class LeafFunction:
         program = self._program(chosen, rule)
         calls: list[Call | None] = [None] * len(g)
         told: list[int] = []
-        later: dict[int, tuple[Any, ...]] = {}  # XLA joins it with what reads the update
+        later: dict[int, tuple[Any, ...]] = {}  # XLA fuses it with what reads the update
         for i, x in enumerate(g):
             if x is None:
                 continue
@@ -190,7 +189,7 @@ def _as_read(x: Any) -> Any:
 
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What functions of one leaf returned, as a list, and the new moments that they wrote."""
+    """The results of functions of one leaf, as a list, and the new moments that they wrote."""
     values: list[Any] = [None] * len(calls)
     moments = [(x, [None] * len(calls)) for x in args if isinstance(x, Moment)]
     for i, result in enumerate(leafwise.run(calls)):
@@ -202,7 +201,7 @@ def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _entry(x: Any, i: int) -> Any:
-    """What an argument says of one leaf."""
+    """The entry of an argument for one leaf."""
     if isinstance(x, Moment):
         return x.of_leaf(i)
     if isinstance(x, tuple):

@@ -1,8 +1,8 @@
-"""Where the matrices of each leaf are, as options say it.
+"""Options that say where the matrices of each leaf are.
 
-A method works on one matrix at a time. `layer_axes` says over which axes matrices are stacked:
-layers for `lax.scan`, experts, heads. `output_axes` says which of the others are outputs. What is
-left is input, so that the kernel of a convolution is one matrix.
+Methods work on one matrix at a time. `layer_axes` names the axes along which matrices are stacked:
+layers for `lax.scan`, experts, heads. `output_axes` names the outputs among the other axes. The
+rest are inputs, so the kernel of a convolution is one matrix.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import automatic_mesh, unknown_axes
 
-# Of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not make an array of.
+# The default of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not turn into an
+# array.
 LAST = (-1,)
 _OUTPUTS = "output_axes"
 
@@ -125,7 +126,7 @@ def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) ->
 
 
 def refuse_packed(inputs: Parameters, matrices: Sequence[MatrixAxes | None]) -> None:
-    """No matrix shares a buffer with other leaves."""
+    """An error if a matrix shares a buffer with other leaves."""
     for spec in inputs.specs:
         for i in () if spec.is_unpacked else spec.positions:
             if matrices[i] is not None:
@@ -271,7 +272,7 @@ def _runs(
     split: ArgLeaves, i: int, matrices: MatrixAxes, sizes: Axes
 ) -> tuple[tuple[int, int], ...]:
     """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
-    # Inside `shard_map` the matrix, of which a device may have a part; before it leaves are whole.
+    # Inside `shard_map` the matrix, of which a device may have a part; outside, leaves are whole.
     outputs = matrices.in_shard_map.whole.sizes[0]
     shape = f"an array of shape {matrices.shape}"
     if sizes.values[-1] is ...:

@@ -1,4 +1,4 @@
-"""Moments of all leaves in one update: their old values, and how the new ones are stored."""
+"""The moments of all leaves in one update: their old values, and how new ones are stored."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
 
 
 class RandomKeys:
-    """What the random bits of one update are a hash of; computed where something is rounded."""
+    """What the random bits of one update are a hash of; only computed if something is rounded."""
 
     def __init__(self, step: jax.Array) -> None:
         self._step = step
@@ -62,7 +62,7 @@ class Moment:
       commit: whether the update is committed; None where it always is.
       has_form: whether new moments are stored as old ones are; functional updates cast what they
         return.
-      places: how each array is sharded, where the user says it; empty where nobody does.
+      places: how each array is sharded, if the user says so; else empty.
     """
 
     old: list[Any]
@@ -119,13 +119,13 @@ class Step(NamedTuple):
     """What one update of a method starts from.
 
     Attributes:
-      number: of this update, counted from 1.
-      done: updates done before, as the state has it.
-      mw: first moment, of nothing where the method has none.
+      number: of this update, counting from 1.
+      done: number of completed updates, as in the state.
+      mw: first moment; empty if the method has none.
       vw: second moment; likewise.
       matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
-      more: what else the state has, as the method reads it.
+      more: other fields of the state, as the method reads them.
     """
 
     number: jax.Array
@@ -180,7 +180,7 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
-    # Where leaves are packed, some methods say it of leaves and not of arrays; none is whole there.
+    # If leaves are packed, some methods pass this per leaf and not per array; none is whole there.
     names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
     for i, (p, x, names_of, stacked_axes) in enumerate(zip(leaves, like, names, axes, strict=True)):
         if p is not None and isinstance(x, Factors):

@@ -1,7 +1,8 @@
-"""Numbers that a user gives, in the form that the arithmetic takes; written once for both faces.
+"""Numbers that users pass, as the arithmetic needs them, for updates and transformations alike.
 
-A Python number is checked against its range here, before anything is traced, and becomes a scalar
-of the default float dtype, so that a new value is no new trace. Arrays pass: they may be traced.
+Python numbers are checked against their ranges before anything is traced, and become scalars of the
+default float dtype, so that a new value doesn't cause a new trace. Arrays are accepted unchecked,
+because they may be traced.
 """
 
 import functools
@@ -62,7 +63,7 @@ def _checked(
         is_real = checks.is_numeric(x) and (
             jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
         )
-        # A bare None is no number; in a tree it stands beside a parameter that is None.
+        # A bare None is not a number; in a tree, it corresponds to a parameter that is None.
         if not (is_real or checks.is_number(x) or (x is None and tree is not None)):
             expected = "a real array or a number"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
@@ -153,8 +154,8 @@ def _one_element(function: str, name: str, x: Any) -> Any:
 class OfCall(dict[str, Any]):
     """The keyword arguments of one call of `update`; it remembers which were asked for.
 
-    Others may be meant for another transformation of a chain, and pass. But not those that are
-    nearly the name of a number that the method has, or options that it has once and for all.
+    Others are accepted, because they may be meant for another transformation of a chain. Exceptions
+    are near misses of the method's own numbers, and options that cannot change per call.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -182,7 +183,7 @@ def upper_clamp(largest: PyTree) -> PyTree:
 
 
 def optional_decay(decay: PyTree, *, negative_is_none: bool) -> PyTree:
-    """`None` for the Python number 0: nothing of a decay is compiled then.
+    """`None` for the Python number 0, so that no decay is compiled.
 
     Ivy reads a negative decay as none, too.
     """

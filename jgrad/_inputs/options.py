@@ -1,4 +1,4 @@
-"""Options of the transformations: checked by the factory, and an entry per leaf in each update."""
+"""Options of transformations: checked by the factory, and read per leaf in each update."""
 
 import functools
 import inspect
@@ -34,15 +34,15 @@ class Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
-# A number, an array, or a function of the number of updates done; or a prefix tree or `by_path` of
-# them. Trees are spelled out, so that a type checker refuses a string.
+# A number, an array, or a function of the number of completed updates; or a prefix tree or
+# `by_path` of these. Trees are spelled out, so that type checkers reject strings.
 Tree = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Dataclass
 LearningRate = ArrayLike | Callable[[jax.Array], Any] | Tree
-Number = LearningRate  # but no array of more than one element
-# A prefix tree of bools, or a function of the parameters' shapes and dtypes that returns one; None
-# is True for all.
+Number = LearningRate  # but not an array of several elements
+# A prefix tree of bools, or a function that returns one from the parameters' shapes and dtypes;
+# None is True for all.
 Mask = PyTree | Callable[[PyTree], PyTree] | None
-# What a weight decay is multiplied by, and where it acts; "coupled" where it may be in momentum.
+# How weight decay is applied; "coupled" if it may be part of the momentum.
 DecayRule = Literal["decoupled", "cautious", "independent"]
 CoupledDecayRule = Literal["coupled"] | DecayRule
 DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
@@ -60,7 +60,7 @@ def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTre
 
 
 def _without_schedules(tree: PyTree) -> PyTree:
-    # A number in the range of every option.
+    # A number that is in the range of every option.
     return trees.map_leaves(lambda x: 0.5 if trees.may_be_function(x) else x, trees.opened(tree))
 
 
@@ -174,7 +174,7 @@ def _numbers_of(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> Py
     x = called(inputs, name, option, lambda: step.done)
     if x is not option:
         return trees.map_leaves(_scheduled, x)
-    results: dict[int, Any] = {}  # leaves with one schedule share a number in the program
+    results: dict[int, Any] = {}  # leaves with the same schedule share a number in the program
 
     def result(leaf: Any) -> Any:
         if not trees.may_be_function(leaf):
@@ -191,13 +191,13 @@ def _scheduled(x: Any) -> Any:
 
 
 def number_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> PerLeaf:
-    """A number of the method: one scalar where it is one for all leaves."""
+    """A number of the method: a single scalar if all leaves share it."""
     x = numbers.scalars(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return _per_array(inputs, name, x)
 
 
 def beta_per_array(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> BetaForms:
-    """Likewise, in the forms of a decay rate."""
+    """The same, in the forms of a decay rate."""
     forms = numbers.scalar_betas(inputs.function, name, _numbers_of(inputs, step, name, of_factory))
     return BetaForms(*(_per_array(inputs, name, form) for form in forms))
 
@@ -275,7 +275,7 @@ def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[La
 
 
 def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
-    """Over which axes each leaf has its layers, those of `step_in_backward` if nobody says it.
+    """Over which axes each leaf has its layers, by default those of `step_in_backward`.
 
     They are updated one by one there, so that no norm or matrix is of more than one of them.
     """
@@ -316,7 +316,7 @@ def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
 def trust_layers(
     inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
 ) -> TrustLayers:
-    """Likewise, and which have a trust ratio."""
+    """The same, and which have a trust ratio."""
     axes = layers(inputs, mesh_axes, layer_axes)
     use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
     return TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])

@@ -1,8 +1,8 @@
-"""An `init`/`update` pair: its state, and the plumbing; a method writes only its arithmetic.
+"""`init`/`update` pairs: their state and plumbing, so that methods only write their arithmetic.
 
-`pair` is for trees as users have them: whole models, and variables for arrays. Behind it the leaves
-of parameters that are not `None` are arrays, or are numbers with a gradient, or are wrong; so that
-methods and wrappers see no model, only a tree of arrays.
+`pair` accepts trees as users have them: whole models, and variables in place of arrays. Methods and
+wrappers never see a model, only a tree of arrays: behind `pair`, each leaf of the parameters that
+is not `None` is an array, or a number with a gradient, or an error.
 """
 
 import collections
@@ -38,15 +38,15 @@ from jgrad._trees.told import told
 
 @state_of("moments", step="step", mw="moment", vw="moment")
 class OptState(NamedTuple):
-    """State of every optimizer but `soap`; fields that a method does not use are `None`.
+    """State of every optimizer except `soap`; fields that a method does not use are `None`.
 
-    The field names are a file format: checkpoints hold them. `count`, `mu` and `nu`, optax's names,
-    read the same arrays; `optax.tree.get` finds fields only, so give it `"step"`.
+    Field names are part of the checkpoint format. The attributes `count`, `mu` and `nu` return the
+    same arrays by optax's names; `optax.tree.get` only finds fields, so use `"step"` there.
 
     Attributes:
-      step: number of updates done, an int32 scalar; it saturates.
-      mw: first moment, or momentum; a tree like the parameters, with `Blocks` for arrays in 8 bits.
-      vw: second moment, real; as `mw`.
+      step: number of completed updates, an int32 scalar; it saturates.
+      mw: first moment, or momentum: a tree like the parameters, with `Blocks` for 8-bit arrays.
+      vw: second moment, real: a tree like `mw`.
 
     Example:
       >>> state = jgrad.adam(1e-3).init({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -62,30 +62,30 @@ class OptState(NamedTuple):
 
     @property
     def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
-        """The step, by optax's name."""
+        """optax's name for `step`."""
         return self.step
 
     @property
     def mu(self) -> PyTree:
-        """The first moment, by optax's name."""
+        """optax's name for `mw`."""
         return self.mw
 
     @property
     def nu(self) -> PyTree:
-        """The second moment, by optax's name."""
+        """optax's name for `vw`."""
         return self.vw
 
 
 @state_of("adafactor", step="step", mw="moment", vw="moment")
 class AdafactorState(OptState):
-    """State of `adafactor`: an `OptState` whose `mw` averages steps, with the rate inside.
+    """State of `adafactor`: an `OptState` whose `mw` averages steps, learning rate included.
 
-    It has a type of its own so that `carry_over` does not take `mw` for averages of gradients.
+    It is a separate type so that `carry_over` doesn't mistake `mw` for averages of gradients.
 
     Attributes:
-      step: updates done, an int32 scalar.
-      mw: averages of steps; a tree like the parameters, or None without momentum.
-      vw: averages of squares of gradients; `Factors` for matrices.
+      step: number of completed updates, an int32 scalar.
+      mw: averages of steps: a tree like the parameters, or None without momentum.
+      vw: averages of squared gradients, with `Factors` for matrices.
 
     Example:
       >>> state = jgrad.adafactor(1e-2, momentum=0.9).init({"w": jnp.ones((3, 2))})
@@ -241,7 +241,7 @@ class MomentOptions(NamedTuple):
         real: bool,
     ) -> Moment:
         """One moment, stored in the form that was asked for."""
-        if shapes is None:  # no such moment, or parameters of one leaf that has none
+        if shapes is None:  # no such moment, or the only parameter has none
             return Moment([None] * len(inputs.specs), inputs.specs)
         is_whole = shapes is inputs.tree
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
@@ -354,7 +354,7 @@ def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bo
 
 # (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
 # returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
-# Updates are added to the parameters. What else a state has comes behind them, field by field.
+# Updates are added to the parameters. Other fields of the state follow in order.
 Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
@@ -460,7 +460,7 @@ def _in_state(
     if new is None or state is None:
         return None
     check_form(name, new, moment.old)
-    # The old moments stay where there is no new one.
+    # The old moments stay if there are no new ones.
     return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 

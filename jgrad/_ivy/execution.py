@@ -28,41 +28,42 @@ def execute_with_gradients(
     xs_grad_idxs: Sequence[Path] | None = _DEFAULT,
     ret_grad_idxs: Sequence[Path] | None = _DEFAULT,
 ) -> tuple[PyTree, PyTree]:
-    """Computes the value of `func` at `xs`, and gradients of its outputs.
+    """Computes the value of `func` at `xs` and the gradients of its outputs.
 
         execute_with_gradients(f, x) = (f(x), df/dx)
 
-    An index is a path: a sequence of keys, attribute names and positions, `(1, "a")`. Negative
-    positions count from the end. A path that stops above the leaves means all arrays below it.
+    Inputs and outputs are chosen by paths: sequences of keys, attribute names and positions, such
+    as `(1, "a")`. Negative positions count from the end. A path that ends above the leaves chooses
+    all arrays below it.
 
     Args:
       func: a function of `xs` that returns an array or a pytree. It is called once.
-      xs: an array, or a pytree of arrays and of anything else, which is handed to `func` as it is.
-      retain_grads: whether gradients of an enclosing differentiation flow through the returned
-        value; through the returned gradients they always do.
-      xs_grad_idxs: paths of the inputs to differentiate by; `None` for all. The default is the
-        first entry of a list or tuple, and all of anything else. Integer arrays take part, as the
-        default float dtype, where a path leads to integers only; beside floating ones they are left
-        alone, and bool arrays always are.
-      ret_grad_idxs: paths of the outputs to differentiate: real floating arrays of one element,
-        whatever their rank. `None` for all such; other outputs are passed over. The default is the
-        first entry of a list or tuple, and all of anything else.
+      xs: an array, or a pytree of arrays and of anything else, which is passed to `func` as it is.
+      retain_grads: whether an enclosing differentiation can go through the returned value; it can
+        always go through the returned gradients.
+      xs_grad_idxs: paths of the inputs to differentiate with respect to; `None` for all. The
+        default is the first entry of a list or tuple, and all of anything else. If a path leads to
+        integer arrays only, they are differentiated in the default float dtype; beside floating
+        arrays, integers are left alone, and so are bools in any case.
+      ret_grad_idxs: paths of the outputs to differentiate, which are real floating arrays with one
+        element, of any rank. `None` takes all of these and ignores other outputs. The default is
+        the first entry of a list or tuple, and all of anything else.
 
     Returns:
-      `(func_ret, grads)`. `func_ret` is all that `func` returned. `grads` has the chosen inputs
-      only: dicts keep their keys, lists and tuples become lists of what was chosen, other nodes
-      keep their type, with `None` for what was not chosen; a list of one at the top is that one
-      entry. Leaves have the dtype of their input, and are zero where `func` does not depend on it.
-      Where `func` returned one array, or `ret_grad_idxs=None` found one output, this is all; else
-      `grads` is a dict of it, keyed by the outputs' paths joined with "_": `{"0": ..., "1_a":
-      ...}`.
+      `(func_ret, grads)`. `func_ret` is everything that `func` returned. `grads` only has the
+      chosen inputs: dicts keep their keys, lists and tuples become lists of the chosen entries, and
+      other nodes keep their type, with `None` for what was not chosen; a top-level list of one
+      entry becomes that entry. Leaves have the dtype of their input, and are zero if `func` does
+      not depend on it. That is all if `func` returned one array, or `ret_grad_idxs=None` found one
+      output. Otherwise `grads` is a dict of these, keyed by the outputs' paths joined with "_":
+      `{"0": ..., "1_a": ...}`.
 
-      K outputs cost K backward passes. The gradient of their sum costs one: let `func` return the
-      sum.
+      K outputs cost K backward passes. If you only need the gradient of their sum, let `func`
+      return the sum, which costs one.
 
     Raises:
-      ValueError: a path does not exist, does not lead to an array, or leads to an output of several
-        elements; or nothing is there to differentiate.
+      ValueError: a path does not exist, does not lead to an array, or leads to an output with
+        several elements; or there is nothing to differentiate.
 
     Example:
       >>> xs = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -193,7 +194,7 @@ def _targets(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_
     if idxs is None or (idxs is _DEFAULT and type(tree) not in (list, tuple)):
         return everything
     paths = _paths(argument, idxs)
-    # [[0]] written out means the default too, in Ivy's documents, where there is nothing at 0.
+    # In Ivy's documentation, an explicit [[0]] also means the default if there is nothing at 0.
     nothing = trees.children(tree) is None or (isinstance(tree, dict) and 0 not in tree)
     if paths == [(0,)] and nothing:
         return everything

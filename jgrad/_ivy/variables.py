@@ -1,7 +1,7 @@
-"""The oldest face of Ivy's gradients: variables and updates in place, as pure functions on pytrees.
+"""Ivy's variables and in-place updates, as pure functions on pytrees.
 
-JAX has neither variables nor updates in place, so each function returns the new value, and the old
-one is as it was. To reuse its memory, donate it to `jax.jit`.
+JAX has neither variables nor in-place updates, so each function returns the new value and leaves
+the old one unchanged. To reuse its memory, donate it to `jax.jit`.
 """
 
 import math
@@ -20,14 +20,15 @@ from jgrad._trees.protocols import Leaf, PyTree
 
 
 def variable(x: PyTree, /) -> PyTree:
-    """Converts the leaves of `x` to floating arrays, which can be differentiated.
+    """Converts the leaves of `x` to floating arrays, so that they can be differentiated.
 
     Args:
-      x: pytree of arrays and numbers; a list of numbers is an array.
+      x: a pytree of arrays and numbers; a list of numbers becomes an array.
 
     Returns:
       A tree of arrays: integer and bool leaves in the default float dtype, others as they are.
-      Their dtypes are their own: weakly typed parameters would be traced anew after one update.
+      Their dtypes are strong, because weakly typed parameters would be compiled again after one
+      update.
 
     Raises:
       TypeError: a leaf is not a number or an array of numbers.
@@ -42,14 +43,14 @@ def variable(x: PyTree, /) -> PyTree:
 
 
 def is_variable(x: object, /, exclusive: bool = False) -> bool:
-    """Whether `x` is an array, since JAX has no separate class of variables.
+    """Tells whether `x` is an array, as JAX has no separate class of variables.
 
     Args:
       x: anything.
-      exclusive: whether to count only what is a variable and nothing else; JAX has no such class.
+      exclusive: whether only a dedicated class of variables counts; JAX has none.
 
     Returns:
-      True for an array, traced or not; always False if `exclusive` is set.
+      True for an array, traced or not; False if `exclusive` is set.
 
     Example:
       >>> jgrad.is_variable(jnp.ones(3)), jgrad.is_variable("relu")
@@ -63,7 +64,7 @@ def variable_data(x: PyTree, /) -> PyTree:
     """Returns the array behind a variable, which in JAX is `x` itself.
 
     Args:
-      x: pytree.
+      x: a pytree.
 
     Returns:
       `x`.
@@ -77,13 +78,13 @@ def variable_data(x: PyTree, /) -> PyTree:
 
 
 def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
-    """Returns `val` with the shapes and dtypes of `x`, to take its place.
+    """Returns `val` with the shapes and dtypes of `x`, to replace it.
 
         x' = val
 
     Args:
-      x: pytree of arrays.
-      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+      x: a pytree of arrays.
+      val: a pytree of the same structure or a prefix of it, with leaves that broadcast to those of
         `x`.
 
     Returns:
@@ -109,8 +110,8 @@ def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
         x' = x + val
 
     Args:
-      x: pytree of arrays.
-      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+      x: a pytree of arrays.
+      val: a pytree of the same structure or a prefix of it, with leaves that broadcast to those of
         `x`.
 
     Returns:
@@ -134,8 +135,8 @@ def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
         x' = x - val
 
     Args:
-      x: pytree of arrays.
-      val: pytree of the same structure or a prefix of it, with leaves that broadcast to those of
+      x: a pytree of arrays.
+      val: a pytree of the same structure or a prefix of it, with leaves that broadcast to those of
         `x`.
 
     Returns:

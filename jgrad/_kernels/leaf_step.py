@@ -1,7 +1,7 @@
-"""What one operation on a leaf in 8 bits computes, and where the leaf is.
+"""What one operation on an 8-bit leaf computes, and how the leaf is sharded.
 
-A kernel of Pallas is opaque to XLA's partitioner. So each device runs it on its shard of the leaf,
-for which types of explicit axes, or the user, say how the leaf is sharded.
+XLA's partitioner cannot look into Pallas kernels, so each device runs the kernel on its shard of
+the leaf. How the leaf is sharded is known from explicit mesh axes, or has to be given by the user.
 """
 
 import functools
@@ -25,7 +25,7 @@ core = Unpromised("moments in 8 bits")
 _KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
-# How a leaf is computed: by a kernel of Pallas, or by two passes of XLA.
+# How a leaf is computed: by a Pallas kernel, or by two passes of XLA.
 Lowering = Literal["kernel", "two passes"]
 
 

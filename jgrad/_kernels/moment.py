@@ -1,13 +1,13 @@
-"""A moment of one leaf, and `write`, which stores the new one in a way of each platform.
+"""A moment of one leaf, and `write`, which stores the new one as each platform needs it.
 
-A method is a function of one leaf. It is given a moment of each kind, reads `old`, and gives
-`write` the rule that makes the new one. `LeafMoment` does it with arrays, as any program of XLA. In
-a kernel for a TPU the same function is called with an `InTile`, some rows of the leaf; for a GPU
-it is called twice, first with a `ScalePass` for each, and then with a `CodesPass`.
+A method is a function of one leaf. It gets a moment of each kind, reads `old`, and passes `write`
+the rule that makes the new one. With `LeafMoment`, this is plain JAX on arrays. In a TPU kernel,
+the same function is called with an `InTile`, some rows of the leaf. For a GPU it is called twice,
+first with a `ScalePass` for each moment, and then with a `CodesPass`.
 
-Moments in bfloat16 and in 8 bits are rounded stochastically. To the nearest, a moment would neither
-decay nor grow by less than half the distance between two numbers of its form: 0.2% in bfloat16, 3
-to 6% in 8 bits.
+bfloat16 and 8-bit moments are rounded stochastically. With rounding to nearest, a moment could not
+change by less than half the distance between two representable numbers: 0.2% in bfloat16, 3 to 6%
+in 8 bits.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class LeafMoment:
     flag: jax.Array | None = None
     clips: bool = dataclasses.field(default=False, metadata={"static": True})
     has_form: bool = dataclasses.field(default=True, metadata={"static": True})
-    new = None  # without a type, so that it is no field, and no argument of a program
+    new = None  # without a type, so that it is not a field, and not an argument of a program
 
     @property
     def blocks(self) -> Any:
@@ -168,7 +168,7 @@ class CodesPass(ScalePass):
         return new if self.flag is None else jax.tree.map(_where(self.flag), new, self.blocks)
 
 
-# What a function of one leaf is given for a moment.
+# What a function of one leaf gets for a moment.
 Moments = LeafMoment | KernelMoment
 
 
@@ -221,7 +221,7 @@ def bounded(rule: Function, flag: jax.Array | None, clips: bool) -> Function:
     """A rule whose results may be kept: finite unless they are NaN, where that is asked for."""
     if flag is None or not clips:
         return rule
-    # Kept on the rule, with which it goes: a user may have made it.
+    # Kept on the rule, so that it lives as long: it may be a user's.
     kept_there: Function = vars(rule).setdefault("_bounded", functools.partial(_bounded, rule))
     return kept_there
 

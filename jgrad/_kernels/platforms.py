@@ -1,8 +1,8 @@
-"""A step of one leaf in 8 bits as one operation of JAX, which each platform takes in its own way.
+"""The step of one 8-bit leaf as one JAX primitive, which each platform lowers in its own way.
 
-The operation holds a function of one leaf. Lowered for a TPU that function is the body of a kernel
-of Pallas, for a GPU it is run in two passes, and anywhere else it is the plain one. So one traced
-program is right for every platform, and `jax.export` has each in one file.
+The primitive holds a function of one leaf. On a TPU, this function becomes the body of a Pallas
+kernel; on a GPU, it runs in two passes; anywhere else, it is called as it is. One traced program is
+therefore right for every platform, and `jax.export` can store all of them in one file.
 """
 
 import functools
@@ -115,7 +115,7 @@ def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) ->
 
 
 def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
-    """Of the plain step. What has no slope is constant, and codes of it alone need none."""
+    """That of the plain step. Operands without tangents are constants, also if they are codes."""
     moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, core.Zero)]
 
     def of_moving(*xs: Any) -> list[jax.Array]:
@@ -127,7 +127,7 @@ def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: L
 
 
 def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
-    """What nobody reads is not computed, and no kernel writes it."""
+    """Unused results are not computed, and no kernel writes them."""
     equation = others[-1]  # behind which inputs are live, since JAX 0.12
     if not any(used):
         return [False] * len(equation.invars), None
@@ -166,7 +166,7 @@ def in_two_passes(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Arr
     computed for that. Here all scales of a leaf are known before its codes are read again.
     """
     _, scales = step.call(step.arguments(operands), ScalePass)
-    # Without the barrier XLA would find that both passes begin alike, and join them.
+    # Without the barrier, XLA would notice that both passes begin alike, and merge them.
     again, known = barrier((list(operands), [moment.new for moment in scales]))
     scale = iter(known)
     args = step.arguments(again)
@@ -181,7 +181,7 @@ def _is_on_one_device(context: Any) -> bool:
 
     False where nothing says it: a kernel would take a shard for the leaf.
     """
-    # What a lowering knows of its devices is private, checked in JAX 0.8 to 0.12.
+    # What a lowering knows about its devices is private; checked in JAX 0.8 to 0.12.
     manual, mesh = (getattr(context, name, None) for name in ("manual_axes", "mesh"))
     if manual is not None and mesh is not None:
         return set(manual) >= {name for name, n in mesh.shape.items() if n > 1}

@@ -1,6 +1,6 @@
 """A tile inside a kernel, some rows of 256 elements: its random bits, and how it is encoded.
 
-As outside of kernels, bit for bit, by operations that Mosaic has.
+Bit for bit as outside of kernels, but only with operations that Mosaic supports.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
-"""A function of one leaf as a kernel of Pallas, which Mosaic compiles for a TPU.
+"""A function of one leaf as a Pallas kernel, which Mosaic compiles for a TPU.
 
-A step of its grid has 256 elements of up to 1024 rows: a block of codes for each row. Scales are
-read and written with the rows along the lanes, as XLA lays them out on a TPU, so that nothing is
-transposed in memory. A number for each row is, too.
+Each step of its grid has 256 elements of up to 1024 rows: a block of codes for each row. Scales,
+and numbers per row, are read and written with the rows along the lanes, as XLA lays them out on a
+TPU, so that nothing is transposed in memory.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from jgrad._trees.unpromised import Unpromised
 core = Unpromised("moments in 8 bits")
 
 _ROWS = 1024  # of a step of the grid at most
-_MEMORY = 8 * 2**20  # bytes of the buffers of a step; a TPU gives a kernel 16 MiB unless told
+_MEMORY = 8 * 2**20  # bytes of the buffers of a step; by default, a TPU kernel gets 16 MiB
 _TOGETHER = 128  # rows of a tile: fewer would not fill the lanes of a scale
 _SUBLANES = 8
 
@@ -143,7 +143,7 @@ class LeafKernel:
         results = {result: i for i, (result, _) in enumerate(written)}
         aliases = {x: results[y] for y, x in self.aliases.items() if y in results}
         varying = varying_as(operands)
-        with core.enable_x64(False):  # Mosaic has no 64 bits, and Python's numbers would have them
+        with core.enable_x64(False):  # Mosaic has no 64-bit types, as of Python's numbers
             new = pl.pallas_call(
                 functools.partial(self._step, tuple(lead), kinds),
                 grid=(count, pl.cdiv(rows, taken), blocks),
@@ -183,7 +183,7 @@ class LeafKernel:
             tile, within = Tile((together, SIZE), corner, self.leaf), pl.ds(first, together)
             pairs = zip(inputs, self.kinds, strict=True)
             read = [self._read(*pair, within, column) for pair in pairs]
-            shapes = {"array": tile.shape, "scalar": ()}  # of what nothing is computed from
+            shapes = {"array": tile.shape, "scalar": ()}  # which nothing depends on
             values = [
                 _of_dtype(
                     jnp.zeros(shapes.get(of, (together, 1)), jnp.int32) if i is None else read[i],
@@ -245,6 +245,6 @@ def _of_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
         return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.ndim else x.astype(jnp.uint32)
     if dtype == np.bool_:
         return x != 0
-    if jnp.issubdtype(dtype, jnp.floating):  # which was of 64 bits, is one of 32 here
+    if jnp.issubdtype(dtype, jnp.floating):  # which was 64-bit, is 32-bit here
         return x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
     return x if x.dtype == dtype else x.astype(dtype)

@@ -1,5 +1,5 @@
-"""What makes a layer or a matrix, norms at every scale, and trust ratios.
+"""What counts as a layer or a matrix, norms at every scale, and trust ratios.
 
-May import from `_arithmetic` and `_trees`; knows leaves, and that a subclass of `LayerAxes` may
+May import from `_arithmetic` and `_trees`; knows leaves, and that subclasses of `LayerAxes` may
 find layers elsewhere.
 """

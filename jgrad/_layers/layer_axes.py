@@ -1,8 +1,8 @@
-"""Which axes of an array make up a layer: LARS and LAMB need one norm per layer.
+"""Which axes of an array make up a layer, because LARS and LAMB need one norm per layer.
 
-A leaf is one layer, or a stack of layers as models under `lax.scan` have them (`layer_axes`).
-Inside `shard_map` and `pmap` a layer may be sharded over mesh axes (`mesh_axes`). The caller says
-which; jgrad does not detect it. Under `jit` a sharded array is whole, and needs no option.
+A leaf is one layer, or a stack of layers as in models with `lax.scan` (`layer_axes`). Inside
+`shard_map` and `pmap`, a layer may be sharded over mesh axes (`mesh_axes`). The caller has to name
+both; jgrad does not detect them. Under `jit`, a sharded array is whole and needs no option.
 """
 
 import dataclasses

@@ -1,8 +1,9 @@
-"""Where the matrices of an array are, and how to see them one by one.
+"""Where the matrices of an array are, and how to get at them one by one.
 
-Queries, keys and values may be one kernel, and all heads of each. By `split` such an array is cut
-along its outputs into runs of blocks of one size; a run is one array, with an axis that counts its
-blocks. So heads are one reshape, and what is computed for matrices knows of no blocks.
+Queries, keys and values, with all heads of each, may be fused in one kernel. `split` cuts such an
+array along its outputs into runs of blocks of the same size. A run is one array with an additional
+axis for its blocks, so heads are just a reshape, and code that works on matrices doesn't have to
+know about blocks.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""The norm of each layer, right at every scale, for a whole model at once; and sums of squares.
+"""The norm of each layer, accurate at every scale, for a whole model at once; and sums of squares.
 
-Either is asked for as a function and the arrays that it reads, not as an array: given `u`, XLA
-would write a temporary as large as the parameters. Norms come back in *batches*, vectors with an
-entry per layer of up to 8 arrays, so that a trust ratio is one operation for many layers.
-`LayerAxes` says where the layers are.
+Both take a function and the arrays that it reads instead of an array, because XLA would write an
+array such as `u` to a temporary as large as the parameters. Norms are returned in *batches*,
+vectors with an entry per layer of up to 8 arrays, so that a trust ratio is one operation for many
+layers. `LayerAxes` says where the layers are.
 """
 
 import functools
@@ -141,7 +141,7 @@ def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     It computes (s c)^2 as s^2 c^2 for a constant c, such as weights that a jitted function closes
     over. A scale is there because one of these squares is infinite or zero.
     """
-    # One by one: joined, all would vary over the mesh axes over which one does.
+    # One by one: together, all would vary over the mesh axes over which one does.
     return list(map(jax.lax.optimization_barrier, arrays))
 
 
@@ -161,7 +161,7 @@ T = TypeVar("T")
 # Arrays per batch. XLA's CPU backend compiles equal kernels once, but a scalar sliced from a vector
 # is a kernel of its own for each position: one vector of 1000 norms is 1000 kernels of 5 to 10 ms
 # each to compile, batches of 8 are 8. LARS on 24 and 200 leaves compiles in 0.9 and 6.2 s with 4,
-# 0.9 and 4.5 with 8, 1.4 and 4.6 with 16. Of sharded arrays each batch takes collectives, too.
+# 0.9 and 4.5 with 8, 1.4 and 4.6 with 16. For sharded arrays, each batch also needs collectives.
 _BATCH = 8
 _SHARDED_BATCH = 16
 
@@ -358,8 +358,8 @@ class _Batch(NamedTuple):
 
     def rescaled(self) -> ScaledNorm:
         """The norms, from sums in a unit for each layer where the plain sum is not normal."""
-        # XLA for GPUs computes both branches at each step, unless one has an operation that it
-        # takes for expensive, such as a barrier.
+        # On GPUs, XLA computes both branches at each step, unless one has an operation that it
+        # considers expensive, such as a barrier.
         total = jax.lax.optimization_barrier(self.total)
         unit = self.limits.unit(total)
         return _mixed(total, rescaled(self.calls, self.layers, unit), unit)
@@ -417,7 +417,7 @@ def _norm_of_all(arrays: list[jax.Array], *, layers: tuple[LayerAxes, ...]) -> S
         for x, axes in zip(arrays, layers, strict=True):
             scale_of_array = scale
             if scale is not None:
-                # XLA would write a scale for each element, if it saw that arrays share one.
+                # XLA would write a scale for each element if it saw that arrays share one.
                 scale_of_array, x = jax.lax.optimization_barrier((scale, x))
             calls.append(of_call((leafwise.identity, (x,)), axes, scale_of_array))
         return jnp.sum(concatenate(leafwise.run(calls)), keepdims=True)
@@ -441,7 +441,7 @@ def _alike(arguments: T) -> T:
 
 def _any_unusual(batches: Sequence[_Batch]) -> jax.Array:
     """Whether some sum is not a normal number."""
-    together: dict[int, list[_Batch]] = {}  # all sums that are whole, and each other by itself
+    together: dict[int, list[_Batch]] = {}  # all whole sums, and each other on its own
     for i, batch in enumerate(batches):
         key = i if _may_be_sharded(batch.layers[0]) else -1
         together.setdefault(key, []).append(batch)

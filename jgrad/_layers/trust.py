@@ -1,9 +1,9 @@
-"""Trust ratios: directions scaled layer by layer, and the quotients of norms by which they are.
+"""Trust ratios: the quotients of norms by which directions are scaled layer by layer.
 
-A ratio works on vectors with an entry per layer, from `norms`, and returns factors to multiply by
-in turn: the ratio itself may overflow or vanish where its product with a gradient is an ordinary
-number. A division comes last: XLA's CPU backend computes it once, and fuses what follows it into
-the kernel of every leaf.
+Ratios are computed on vectors with an entry per layer, from `norms`. They are returned as factors
+to multiply by one after the other, because the ratio itself may overflow or vanish even if its
+product with a gradient doesn't. The division comes last: XLA's CPU backend computes it once, but
+fuses whatever follows it into the kernel of every leaf.
 """
 
 import functools
@@ -19,16 +19,16 @@ from jgrad._arithmetic.leafwise import Call, Function, PerLeaf, on_leaf, per_lea
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
 
-# Ivy adds this to the denominators of its trust ratios, where the papers treat a zero norm apart.
+# Ivy adds this to the denominators of its trust ratios; the papers treat a zero norm separately.
 IVY_GUARD = 1e-12
 
-# ---- quotients of norms, with a slope at every scale -------------------------------------------
+# ---- quotients of norms, differentiable at every scale -----------------------------------------
 
 
 @jax.custom_jvp
 def root_of_quotient(a: jax.Array, b: jax.Array, times: jax.Array) -> jax.Array:
-    """times sqrt(a / b) for a >= 0 and b > 0, and its slope, at every scale of a and b."""
-    # XLA would multiply by the reciprocal of a root, for every leaf anew: here it sees no root.
+    """times sqrt(a / b) for a >= 0 and b > 0, with its derivative, at every scale of a and b."""
+    # XLA would multiply by the reciprocal of a root, again for every leaf: here it sees no root.
     root = jnp.where(b > 0, jnp.sqrt(b), b)
     return times * jnp.sqrt(a) / root
 
@@ -45,7 +45,7 @@ def _root_of_quotient_jvp(
 
 @jax.custom_jvp
 def quotient(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b, with a slope that does not square b."""
+    """a / b, with a derivative that does not square b."""
     return a / b
 
 
@@ -59,7 +59,7 @@ def _quotient_jvp(
 
 
 def one_where_zero(a: jax.Array, b: jax.Array, otherwise: jax.Array) -> jax.Array:
-    """1 where `a` or `b` is 0, else `otherwise`. NaN is not zero: it goes on."""
+    """1 where `a` or `b` is 0, else `otherwise`. NaN is not zero, so it is passed on."""
     return jnp.where((a == 0) | (b == 0), jnp.ones_like(otherwise), otherwise)
 
 

@@ -1,8 +1,8 @@
-"""All-to-alls that deal matrices out to devices, where it is known how they are sharded.
+"""All-to-alls that distribute whole matrices over devices, if it is known how they are sharded.
 
-Each device has a block of each matrix, and gets all blocks of some. The partitioner finds these
-all-to-alls only where matrices are sharded over one mesh axis, and gathers them where there are two
-or where layers are sharded as well.
+Each device has a block of every matrix, and gets all blocks of some. The partitioner only finds
+these all-to-alls if matrices are sharded over a single mesh axis. With two axes, or if layers are
+sharded as well, it gathers the matrices.
 """
 
 import collections
@@ -75,7 +75,7 @@ class _Kind(NamedTuple):
     mesh_axes: MeshAxesPerAxis
 
 
-# For the arrays of a kind, by number, the part that a device has of each as (matrices, *block).
+# For the arrays of a kind, by number: each device's part of them, as (matrices, *block).
 _Members = dict[int, View]
 
 

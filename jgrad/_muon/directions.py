@@ -1,7 +1,7 @@
 """Muon's direction of each array: matrices by Newton-Schulz, all other leaves by Adam.
 
-A leaf that is a matrix is an array by itself, so that what is here are lists with an entry for each
-array: None in those of matrices for all others, and the other way round.
+Matrices are never packed, so everything here is a list with an entry for each array: lists for
+matrices have None for all other arrays, and the other way round.
 """
 
 from collections.abc import Callable

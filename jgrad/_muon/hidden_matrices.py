@@ -32,14 +32,14 @@ _BETWEEN = re.compile(r"[.:\s]|__")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
-# Words at the end that only say that it is an array: `lm_head_weight`, `embedding_table`.
+# Words at the end that only mean an array: `lm_head_weight`, `embedding_table`.
 _ARRAY = ("kernel", "matrix", "table", "w", "weight", "weights")
 
 _OUTPUTS_FIRST = "weight"  # as PyTorch and equinox name a kernel of (out, in)
 
 _VECTOR = re.compile(r"[bg]\d*")  # a bias or a gain, but also one of two factors
 
-_MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, no head
+_MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, not a head
 
 
 class HiddenMatrices:
@@ -59,15 +59,15 @@ class HiddenMatrices:
         return structure.unflatten([None if x is None else not reason for x, reason in pairs])
 
     def describe(self, params: PyTree, *, output_axes: PyTree = None) -> str:
-        """A line for each array: matrix or not, its path and shape, what decided, and why.
+        """A line for each array: Muon or Adam, its path and shape, and the reason for the choice.
 
-        A matrix is one by its shape alone: look whether its name should have been excluded, and
-        whether its outputs are along the axes that are named.
+        Matrices are chosen by their shapes alone, so check whether a name should have been
+        excluded, and whether outputs are along the axes shown.
 
         Args:
           params: the parameters, or their shapes.
-          output_axes: as you give them to `muon`, if you do. Without them the last axis is named,
-            and what is to be said of a leaf whose name is that of a matrix with outputs first.
+          output_axes: those that you pass to `muon`, if you do. By default the last axis is shown,
+            with a remark if the name of a leaf suggests a matrix with outputs first.
         """
         rows = self._rows(params)
         tree = packing.shapes(checks.values_of(params))
@@ -136,30 +136,30 @@ class HiddenMatrices:
 def hidden_matrices(
     *, exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
 ) -> HiddenMatrices:
-    """Chooses the hidden matrices of a model, by names and shapes, as `matrices` of `muon`.
+    """Chooses the hidden matrices of a model by names and shapes, for `muon` and `soap`.
 
         a leaf is a matrix:  rank - len(layer_axes) >= 2, and no part of its path is excluded
 
-    Embeddings, heads, routers, norms and biases are left to Adam. Names decide, so look at what was
-    chosen: `print(hidden_matrices().describe(params))`.
+    Embeddings, heads, routers, norms and biases are left to Adam. This relies on their names, so
+    check what was chosen: `print(hidden_matrices().describe(params))`.
 
     Args:
-      exclude: words, in the place of the default ones. A part of a path is excluded if its first
-        or its last word begins or ends with one of them: "embed" excludes `token_embedding` and
-        `unembed`, "norm" `LayerNorm_0` and `input_layernorm`, "head" `lm_head` and
-        `lm_head_weight`, but not `MultiHeadAttention_0`. Dots, slashes, colons and double
-        underscores separate parts of a key, as the entries of a tuple are; capitals, underscores
-        and digits separate words, which are compared without case.
-      layer_axes: axes of a leaf over which layers are stacked, as in `muon`: an int, a tuple of
-        ints, or None, or a prefix tree of those. They are not counted.
+      exclude: words that replace the default ones. A part of a path is excluded if its first or its
+        last word begins or ends with one of these: "embed" excludes `token_embedding` and
+        `unembed`, "norm" excludes `LayerNorm_0` and `input_layernorm`, and "head" excludes
+        `lm_head` and `lm_head_weight`, but not `MultiHeadAttention_0`. Within a key, dots, slashes,
+        colons and double underscores separate parts, and so do the entries of a tuple. Capitals,
+        underscores and digits separate words, whose case is ignored.
+      layer_axes: axes along which a leaf stacks layers, as in `muon`: an int, a tuple of ints,
+        None, or a prefix tree of these. They don't count towards the rank of a matrix.
 
     Returns:
       A function of the parameters, or of their `jax.ShapeDtypeStruct`s, that returns a tree of
-      bools. It has a method `describe(params, *, output_axes=None)`.
+      bools. Its method `describe(params, *, output_axes=None)` returns a table of the choices.
 
     Raises:
-      TypeError: an option of the wrong kind; from the returned function: `params` is one number or
-        one array of integers, and no tree of parameters.
+      TypeError: an option has the wrong type; from the returned function: `params` is a number or
+        an array of integers instead of a tree of parameters.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "mlp": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}}
@@ -169,7 +169,7 @@ def hidden_matrices(
       Adam  mlp/b  (2,)    by shape: one axis
       Muon  mlp/w  (3, 2)  by shape alone; outputs: axis 1
 
-    Source: the choice of leaves is that of the README of Keller Jordan's `Muon` (2024).
+    Source: leaves are chosen as the README of Keller Jordan's `Muon` (2024) advises.
     """
     is_words = isinstance(exclude, (list, tuple)) and all(isinstance(x, str) for x in exclude)
     if not is_words:

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalized matrix by matrix; all other elements are AdamW's."""
+"""Muon: momentum, orthogonalized matrix by matrix, and AdamW for other leaves."""
 
 import functools
 import inspect
@@ -248,90 +248,94 @@ def muon(
         X   = d / |d|, then for each (a, b, c):  A = X X^T;  X = a X + (b A + c A A) X
         w'  = w - learning_rate (s X + weight_decay w),  s = sqrt(max(1, outputs / inputs))
 
-    with |.| the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where d = 0.
-    There is no epsilon. X approximates the nearest orthogonal matrix: its singular values are all
-    close to 1. Matrices of equal shape are worked on together.
+    where |.| is the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where d =
+    0, without any epsilon. X approximates the nearest orthogonal matrix, so its singular values are
+    all close to 1. Matrices of equal shape are iterated on together.
 
     Args:
-      learning_rate: of matrices. A number in [0, inf), an array, or a schedule, which is a function
-        of the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
-        `update(..., learning_rate=x)` overrides it for one call, and so do the names of the other
-        numbers.
-      matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one. Required, since shapes cannot tell: embeddings and
-        heads are Adam's. `hidden_matrices()` chooses by names and shapes.
-      momentum: in [0, 1): a number, a schedule, or a tree of those.
+      learning_rate: for matrices. A number in [0, inf), an array, or a schedule, which is a
+        function of the number of completed updates (0 for the first); or a prefix tree or `by_path`
+        of these. `update(..., learning_rate=x)` overrides it for one call; the other numeric
+        options can be overridden in the same way.
+      matrices: which leaves are matrices: a prefix tree of bools, or a function that returns one
+        from the parameters' `jax.ShapeDtypeStruct`s. Required, because embeddings and heads should
+        be left to Adam and shapes don't tell them apart. `hidden_matrices()` chooses by names and
+        shapes.
+      momentum: in [0, 1): a number, a schedule, or a tree of these.
       nesterov: whether to look ahead, as Nesterov's momentum does.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled, and not scaled
-        by s.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay, whether
-        they are matrices or not.
-      weight_decay_rule: of both kinds. "decoupled" as above. "cautious": only weights that the step
-        moves towards zero decay, those where Re(X conj(w)) > 0, or that of Adam's direction, as in
-        `adam`. "independent": w' = w - learning_rate s X - weight_decay w, with a weight decay in
-        [0, 1), which acts even at a learning rate of 0.
-      scale: s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)), with which
-        AdamW's learning rates and weight decays fit; "spectral" is sqrt(outputs / inputs); None is
-        1; or a function of (outputs, inputs).
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these. It does not enter the
+        momentum, and is not multiplied by s.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay, whether they are matrices
+        or not.
+      weight_decay_rule: for matrices and other leaves. "decoupled" as above. "cautious" decays only
+        the weights that the step moves towards zero, where Re(X conj(w)) > 0, and for other leaves
+        as in `adam`. "independent": w' = w - learning_rate s X - weight_decay w, with a weight
+        decay in [0, 1) that acts even when the learning rate is 0.
+      scale: the factor s. "original" as above; "match_rms_adamw" is 0.2 sqrt(max(outputs, inputs)),
+        which lets you reuse AdamW's learning rates and weight decays; "spectral" is sqrt(outputs /
+        inputs); None is 1; or a function of (outputs, inputs).
       coefficients: "jordan", "you", "polar_express" or "deepseek_v4", or a sequence of triples, one
-        for each step.
-      rule: "muon"; or "normuon", which divides each output of X by the root of its mean square,
-        averaged over updates, and keeps |X|.
+        per step of the iteration.
+      rule: "muon", or "normuon", which divides each output of X by its root mean square, with
+        squares averaged over updates, and then restores |X|.
       normuon_beta: decay rate of that average, in [0, 1).
-      fraction: of the rows of a matrix, the part that an update uses, in (0, 1]; None for all.
-        Below 1, m' = m + g is a sum, without `momentum` and `nesterov`: `momentum` is an error, and
-        d = m'. Rows lie along the shorter side of a matrix, in NorMuon along the outputs. An update
-        uses the ceil(fraction side) rows with the largest 1-norms; X is 0 in the others, which
-        wait. Weight decay acts on all rows; with the "cautious" rule, on those that are used. s is
-        that of the whole matrix.
-      error_decay: with `fraction`, what is left of m' in rows that were used, in [0, 1); a schedule
-        or a tree, as `momentum`.
-      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
-        those. The last, as in flax and haiku; 0 in equinox and PyTorch. What is neither an output
-        nor in `layer_axes` is input, so that the kernel of a convolution is one matrix.
-      split: of fused leaves, such as queries, keys and values in one: blocks of outputs that are
-        matrices of their own, each with its own s. A tuple of their sizes, such as (512, 128, 128);
-        an int, the size of all, such as that of a head; None for one matrix; or a prefix tree or
-        `by_path` of those. Outputs of several axes are flattened, and the last axis counts fastest.
-        The state is as without, so that `split` may be changed in a run.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those: a
-        matrix of which a device has a part is gathered, and the part of the result kept. None is
-        an error there where JAX does not know that a leaf is whole, as it does for replicated
-        parameters with `check_vma=True`. Under `jit` on a mesh with automatic axes it says how
-        leaves are sharded, for `shard_over`.
-      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
-        heads. An int, a tuple of ints, or None, or a prefix tree of those.
-      shard_over: under `jit`, a mesh axis or a tuple of axes over which the matrices of a shape are
-        dealt out, so that each device iterates over some of them and no iteration waits for
-        another device. The mesh is that of the leaves, or that of `jax.set_mesh`. With `mesh_axes`,
-        and on meshes with explicit axes, a matrix is dealt out over the other axes over which it is
-        sharded, too: an all-to-all there and one back. Without, XLA may gather it along those.
-      compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
-        and all else are in float32. None for float32, in JAX's default precision of products.
-      adam_learning_rate: of all other leaves, as `learning_rate`. None for the same, but only with
-        "match_rms_adamw", since learning rates for the other scales are far too large for Adam, or
-        where there are none: `matrices=True`.
+      fraction: the fraction of a matrix's rows that each update uses, in (0, 1]; None for all.
+        Below 1, m' = m + g and d = m', so `nesterov` has no effect and `momentum` raises an error.
+        Rows run along the shorter side of a matrix, or along the outputs in NorMuon. An update uses
+        the ceil(fraction side) rows with the largest 1-norms; in the others, X is 0 and m' keeps
+        accumulating. Weight decay acts on all rows or, with the "cautious" rule, on those that are
+        used. s is that of the whole matrix.
+      error_decay: with `fraction`, the factor by which m' is multiplied in rows that were used, in
+        [0, 1): a number, a schedule, or a tree of these.
+      output_axes: which axes of a leaf are outputs: an int, a tuple of ints, or a prefix tree of
+        these. The default, the last axis, fits flax and haiku; use 0 for equinox and PyTorch. All
+        other axes except `layer_axes` are inputs, so the kernel of a convolution is one matrix.
+      split: how to split the outputs of a fused leaf, such as queries, keys and values in one
+        array, into separate matrices, each with its own s. A tuple of sizes, such as (512, 128,
+        128); an int if all have one size, such as that of a head; None for one matrix; or a prefix
+        tree or `by_path` of these. If there are several output axes, they are flattened in
+        row-major order. `split` doesn't affect the state, so you can change it in the middle of a
+        run.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. If a
+        matrix is sharded, each device gathers it and keeps its own part of the result. None raises
+        an error there unless JAX knows that the leaf is not sharded, as it does for replicated
+        parameters with `check_vma=True`. Under `jit` on a mesh with automatic axes, it tells
+        `shard_over` how leaves are sharded.
+      layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
+        heads: an int, a tuple of ints, None, or a prefix tree of these.
+      shard_over: under `jit`, a mesh axis or a tuple of axes. Matrices of the same shape are
+        distributed over these, so that each device orthogonalizes some of them without
+        communication between iterations. The mesh is that of the leaves or of `jax.set_mesh`. With
+        `mesh_axes`, and on meshes with explicit axes, matrices are also distributed over the other
+        axes over which they are sharded, by one all-to-all before and one after. Otherwise XLA may
+        gather them along those axes.
+      compute_dtype: dtype to which the factors of matrix products are rounded, such as bfloat16;
+        everything else is in float32. None for float32, with JAX's default precision of products.
+      adam_learning_rate: learning rate of all other leaves. None uses `learning_rate`, but only
+        with "match_rms_adamw", because learning rates for the other scales are far too large for
+        Adam, or if there are no other leaves (`matrices=True`).
       adam_beta1: decay rate of Adam's first moment, in [0, 1): a number, a schedule, or a tree of
-        those.
+        these.
       adam_beta2: decay rate of Adam's second moment, in [0, 1): a number, a schedule, or a tree of
-        those.
+        these.
       adam_epsilon: added to the root of Adam's second moment, in [0, inf): a number, a schedule, or
-        a tree of those.
-      adam_weight_decay: of all other leaves; None for `weight_decay`.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks`, as in `adam`. NorMuon's numbers per output stay in float32, and so do the other
-        second moments in a packed buffer that has some.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+        a tree of these.
+      adam_weight_decay: weight decay of all other leaves; None for `weight_decay`.
+      moment_dtype: dtype of the moments. None uses the parameter's dtype, but at least float32;
+        "8bit" stores `Blocks`, as in `adam`. NorMuon's averages stay in float32, along with any
+        other second moments in the same packed buffer.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s.
 
     Returns:
-      A transformation with state `OptState(step, mw, vw)`. `vw` has None for matrices; in NorMuon
-      one number per output, of the leaf's shape with inputs of size 1.
+      A transformation with state `OptState(step, mw, vw)`. In `vw`, matrices have None or, with
+      NorMuon, one number per output, in the shape of the leaf with size 1 for inputs.
 
     Raises:
-      ValueError: a Python number out of range, an unknown name, or no `adam_learning_rate`.
-      TypeError: an option of the wrong kind, or no `matrices`.
+      ValueError: a Python number is out of range, a name is unknown, or `adam_learning_rate` is
+        missing.
+      TypeError: an option has the wrong type, or `matrices` is missing.
 
     Example:
       >>> params = grads = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -345,8 +349,8 @@ def muon(
       `muon.py` there; "match_rms_adamw": Liu et al., "Muon is Scalable for LLM Training" (2025),
       section 2.2; Li et al., "NorMuon" (2025), algorithm 1; Amsel et al., "The Polar Express"
       (2025), algorithm 1; `fraction`: Ahn et al., "Dion2" (2025, arXiv 2512.16928), algorithm 1,
-      and "Dion3" of `dion` with `selection_scope="global"`; heads apart: "GLM-5" (2026, arXiv
-      2602.15763), "Muon Split"; sizes: `split_sizes` of `dion`.
+      and "Dion3" in `dion` with `selection_scope="global"`; `split`: "Muon Split" of "GLM-5" (2026,
+      arXiv 2602.15763), and `split_sizes` in `dion`.
     """
     name, given = "muon", _checked("muon", _OPTIONS, locals())
     check_decays(name, given)
@@ -390,17 +394,17 @@ def scale_by_muon(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """Muon's direction for `optax.chain`: no learning rates, no minus sign and no weight decay.
+    """Muon's direction for `optax.chain`, without learning rates, minus sign or weight decay.
 
         updates = s X for matrices, Adam's direction for all other leaves
 
-    With a scale other than "match_rms_adamw", the two kinds need different learning rates.
+    Unless the scale is "match_rms_adamw", matrices and other leaves need different learning rates.
 
     Args:
-      As `muon`, without those of the learning rate and of weight decay.
+      As `muon`, without the learning rates and without weight decay and its options.
 
     Returns:
-      A transformation with state `OptState(step, mw, vw)`, that of `muon`.
+      A transformation with state `OptState(step, mw, vw)`, as in `muon`.
 
     Raises:
       As `muon`.

@@ -1,12 +1,12 @@
-"""Newton-Schulz: the nearest orthogonal matrix of each matrix in a stack, by products alone.
+"""Newton-Schulz: the orthogonal matrix nearest to each matrix in a stack, by products alone.
 
     X <- X / |X|;   for each (a, b, c):  A = X X^H;  X <- a X + (b A + c A A) X
 
-A step maps each singular value s to a s + b s^3 + c s^5, and keeps the singular vectors. Stacks are
-worked on in chunks, in one loop whose body is compiled once.
+Each step maps every singular value s to a s + b s^3 + c s^5, and keeps the singular vectors. Stacks
+are processed in chunks, by one loop whose body is compiled once.
 
-On a CPU, and where X is wide, some steps are one polynomial of its Gram matrix R = X X^H, which is
-small (as Dao-AILab's Gram Newton-Schulz does):
+On CPUs, and if X is wide, several steps are combined into one polynomial of the small Gram matrix R
+= X X^H, as in Dao-AILab's Gram Newton-Schulz:
 
     R = X X^H;  Q = 1;  for each (a, b, c):  Z = a + b R + c R R;  Q <- Z Q;  R <- Z R Z;   X <- Q X
 """
@@ -26,19 +26,20 @@ from jgrad._trees import checks
 
 # Bytes of a chunk. On CPUs a chunk with its two squares should stay in the second-level cache: 300
 # matrices of 32 x 32 take 3.6 ms at once, 3.1 in chunks of 64 kB, 3.2 of 128 kB, 5 of 256 kB, and
-# 4.3 one by one; 24 of 64 x 256 take 3.7, 3.5, 3.4, 4.4 and 3.5. On a TPU it should stay in the
-# VMEM, as XLA's counts say that it does. On other devices small products wait for each other, so
-# that chunks are large; what bounds them is memory. Unmeasured there.
+# 4.3 one by one; 24 of 64 x 256 take 3.7, 3.5, 3.4, 4.4 and 3.5. On a TPU it should stay in VMEM,
+# and according to XLA's counts it does. On other devices, small products wait for each other, so
+# chunks are large, bounded by memory; this is unmeasured.
 _CPU_CHUNK = 2**17
 _TPU_CHUNK = 2**25
 _CHUNK = 2**28
 
-# Steps of which one Q is made. Q multiplies large and small singular values by numbers that lie
-# far apart. Over five steps of a spectrum that decays by 1e6, float32 loses up to 30 times what it
-# loses step by step; over three, up to four times. With factors in bfloat16, as on a TPU, weak
-# directions are wrong by half after two steps: the form is for products in full precision.
+# How many steps are combined in one Q. Q multiplies large and small singular values by very
+# different numbers. Over five steps, with a spectrum that decays by 1e6, float32 loses up to 30
+# times as much as step by step; over three, up to four times. With factors in bfloat16, as on a
+# TPU, weak directions are wrong by half after two steps, so this is only for products in full
+# precision.
 _TOGETHER = 3
-_WIDE = 2  # columns to a row, from which steps by R need fewer operations
+_WIDE = 2  # columns per row from which steps by R need fewer operations
 
 
 class Coefficients(NamedTuple):
@@ -149,7 +150,7 @@ def _in_chunks(f: Function, x: jax.Array, size: int) -> jax.Array:
     if count <= most:
         return f(x)
     chunks = -(-count // most)
-    # So few chunks, of a size that divides the count if there is one that is not much smaller.
+    # As few chunks, of a size that divides the count if there is one that is not much smaller.
     length = next((k for k in range(most, most // 2, -1) if count % k == 0), -(-count // chunks))
     chunks = -(-count // length)
     missing = chunks * length - count
@@ -176,7 +177,7 @@ def _chunk(
     iterated = functools.partial(_iterated, coefficients=coefficients, compute_dtype=compute_dtype)
     if by_gram and x.shape[2] >= _WIDE * x.shape[1]:
         iterated = functools.partial(_iterated_by_gram, triples=coefficients.triples)
-    # Products of one matrix are faster on CPUs than those of a stack of one.
+    # On CPUs, products of one matrix are faster than those of a stack of one.
     return iterated(x[0])[None] if len(x) == 1 else iterated(x)
 
 

@@ -1,6 +1,6 @@
-"""Newton-Schulz of many arrays together, one iteration for each shape; and on its own for a tree.
+"""Newton-Schulz for many arrays together, with one iteration per shape; and for a tree.
 
-A thousand leaves have a few shapes. Tall matrices are transposed, so that projections up and down
+A thousand leaves only have a few shapes. Tall matrices are transposed, so up and down projections
 share an iteration.
 """
 
@@ -47,31 +47,31 @@ def orthogonalize(
     layer_axes: PyTree = None,
     compute_dtype: DTypeLike | None = None,
 ) -> PyTree:
-    """Moves the singular values of each matrix close to 1, and keeps its singular vectors.
+    """Brings the singular values of each matrix close to 1, and keeps its singular vectors.
 
         X = x / |x|, then for each (a, b, c):  A = X X^H;  X = a X + (b A + c A A) X
 
-    with |.| the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where x = 0.
-    Matrices of equal shape are worked on together, whatever leaf they are in.
+    where |.| is the 2-norm of a matrix, computed without overflow or underflow, and X = 0 where x =
+    0. Matrices of equal shape are iterated on together, even if they are in different leaves.
 
     Args:
       x: an array of a floating or complex dtype, with two axes or more, or a tree of them.
-      coefficients: "jordan", with which singular values end between 0.68 and 1.13 if none was below
-        a hundredth of |x|; "you", between 0.97 and 1.04; "polar_express", between 0.85 and 1.15;
-        "deepseek_v4", 1 to three digits; or a sequence of triples, one for each step.
-      output_axes: axes that are the outputs of a matrix: an int or a tuple of ints, or a prefix
-        tree of those. What is neither here nor in `layer_axes` is input.
-      layer_axes: axes with a matrix for each index: an int, a tuple of ints, or None, or a prefix
-        tree of those.
-      compute_dtype: dtype to which factors of matrix products are rounded, such as bfloat16; sums
-        are in float32. None for float32 or wider, in JAX's default precision of products.
+      coefficients: "jordan", with which singular values end up between 0.68 and 1.13 if none was
+        below a hundredth of |x|; "you", between 0.97 and 1.04; "polar_express", between 0.85 and
+        1.15; "deepseek_v4", 1 to three digits; or a sequence of triples, one per step.
+      output_axes: axes that are the outputs of a matrix: an int, a tuple of ints, or a prefix tree
+        of these. All other axes except `layer_axes` are inputs.
+      layer_axes: axes along which matrices are stacked: an int, a tuple of ints, None, or a prefix
+        tree of these.
+      compute_dtype: dtype to which the factors of matrix products are rounded, such as bfloat16;
+        sums are in float32. None for float32 or wider, with JAX's default precision of products.
 
     Returns:
       Arrays of the shapes and dtypes of `x`.
 
     Raises:
-      ValueError: an array that is not a matrix, axes that it does not have, or an unknown name.
-      TypeError: a leaf that is no floating array, or an option of the wrong kind.
+      ValueError: an array has fewer than two axes, an axis does not exist, or a name is unknown.
+      TypeError: a leaf is not a floating array, or an option has the wrong type.
 
     Example:
       >>> x = {"query": jnp.ones((3, 2)), "key": jnp.ones((3, 2))}
@@ -315,7 +315,7 @@ def _of_whole_matrices(
     groups: dict[object, list[int]] = collections.defaultdict(list)
     for i, x in stacks.items():
         # JAX loses track of replication when replicated and sharded arrays are concatenated, so
-        # they are grouped apart.
+        # they are grouped separately.
         groups[*_kind(x, axes[i]), unknown_axes(x)].append(i)
     for members in groups.values():
         counts, alike = [axes[i].count for i in members], [stacks[i] for i in members]

@@ -1,10 +1,10 @@
-"""Dion2: the rows of each matrix with the largest 1-norms, which an update takes; the others wait.
+"""Dion2: each update uses the rows with the largest 1-norms of each matrix; the others wait.
 
-The rows of a matrix are its shorter side, whether outputs or inputs, and its outputs where both are
-alike; in NorMuon outputs always, since it divides whole outputs. Matrices are asked as a whole
-which rows they are. So the choice does not depend on how they are sharded: where a device has parts
-of rows, norms are summed over devices, and where it has some rows, the norms of all are gathered.
-Both are one number for each row.
+Rows run along the shorter side of a matrix, be it outputs or inputs, and along outputs if it is
+square; in NorMuon always along outputs, because it divides whole outputs. The choice of rows does
+not depend on how a matrix is sharded: if a device has parts of rows, norms are summed over devices;
+if it has some of the rows, the norms of all rows are gathered. Either way, this communicates one
+number per row.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     for axis, names in rows.sharded(rows.sides[0]):
         norms = all_gather(norms, names, 2 + axis)
     exact, scaled = norms
-    # Only where one overflowed: scaled norms of small rows are 0.
+    # Only if one overflowed, because scaled norms of small rows are 0.
     over = tuple(1 + axis for axis in rows.sides[0])
     exact = jnp.where(jnp.any(jnp.isinf(exact), axis=over, keepdims=True), scaled, exact)
     view = rows.of_whole_rows(exact.shape[1:]).view(per_row=True)
@@ -174,7 +174,7 @@ def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
         few = _found(x, *_first(is_some, count))
         is_tall = few.shape[1] > few.shape[2]
         new = steps(jnp.swapaxes(few, 1, 2) if is_tall else few)
-        # Where fewer rows are not zero, those behind them are put nowhere: they are zeros.
+        # If fewer rows are nonzero, the rest are zeros and are written nowhere.
         new = jnp.swapaxes(new, 1, 2) if is_tall else new
         x = _found(new, is_some, _slots_of(is_some, count))
         return jnp.swapaxes(x, 1, 2) if are_columns else x

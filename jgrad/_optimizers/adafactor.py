@@ -1,4 +1,4 @@
-"""Adafactor: second moments by rows and columns, clipped steps in the scale of their weights."""
+"""Adafactor: factored second moments, and clipped steps in proportion to the weights."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ def _squares(g: jax.Array) -> jax.Array:
 
 @jax.custom_jvp
 def _inverse_root(x: jax.Array) -> jax.Array:
-    """1 / sqrt(x) for x > 0, and its slopes for every x: x^(-3/2) overflows below 1e-26."""
+    """1 / sqrt(x) for x > 0, and its derivatives for every x: x^(-3/2) overflows below 1e-26."""
     return 1 / jnp.sqrt(x)
 
 
@@ -114,7 +114,7 @@ def _inverse_roots(
     return jnp.sqrt(mean) * _inverse_root(rows), _inverse_root(numerics.positive(columns))
 
 
-# A gradient counts as no more than its square does: else steps would have no bound.
+# A gradient is clipped where its square is, or steps would have no bound.
 
 
 @on_leaf(arrays=1)
@@ -392,7 +392,7 @@ def adafactor(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """Adafactor, which keeps second moments as averages over rows and columns of matrices.
+    """Adafactor, which stores the second moments of matrices as averages over rows and columns.
 
         beta2 = min(1 - t^-beta2_decay, beta2_cap)
         r'    = beta2 r + (1 - beta2) (mean of |g|^2 over inputs + epsilon[0])
@@ -402,57 +402,59 @@ def adafactor(
         m'    = momentum m + (1 - momentum) d                        (without momentum: d)
         w'    = w - m' - learning_rate weight_decay w
 
-    with r a number for each output of a matrix, and c one for each input. A leaf that is not a
-    matrix, or has a side below `min_side`, has v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0]). RMS
-    is the root of the mean square of a layer: a leaf is one unless `layer_axes` says otherwise.
-    Averages are in float32, or float64 beside float64, whatever the dtype of the weights.
+    where r has one value per output of a matrix, and c one per input. A leaf that is not a matrix,
+    or has a side shorter than `min_side`, keeps all of v instead: v' = beta2 v + (1 - beta2) (|g|^2
+    + epsilon[0]). RMS is the root mean square over a layer, which is one leaf unless `layer_axes`
+    says otherwise. The averages are in float32 even for half-precision weights, and in float64 for
+    float64.
 
-    The paper's learning rate is min(0.01, 1 / sqrt(t)): `lambda done: jnp.minimum(0.01, (1 + done)
-    ** -.5)`.
+    The paper uses the learning rate min(0.01, 1 / sqrt(t)), which is `lambda done:
+    jnp.minimum(0.01, (1 + done) ** -.5)`.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those.
-        `update(..., learning_rate=x)` overrides it for one call, and so do `momentum` and
-        `weight_decay`.
-      momentum: in [0, 1): a number, a schedule, or a tree of those. None keeps no first moment.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these.
+        `update(..., learning_rate=x)` overrides it for one call; `momentum` and `weight_decay` can
+        be overridden in the same way.
+      momentum: in [0, 1): a number, a schedule, or a tree of these. With None there is no first
+        moment.
       beta2_decay: in [0, inf).
-      beta2_cap: in [0, 1); None for no bound. Zhai et al. use 0.999.
-      epsilon: the pair (added to squares, smallest scale), each in [0, inf).
-      clip_threshold: largest RMS of u, above 0; None for no clipping.
-      scale_by_parameter: whether steps are in proportion to the RMS of their weights.
-      min_side: smallest number of outputs and of inputs of a matrix that is factored.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those. It is not scaled by the
-        weights.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: "decoupled" as above. "cautious": only weights that the step moves towards
-        zero decay, as in `adam`. "independent": w' = w - m' - weight_decay w, with a weight decay
-        in [0, 1), as in `optax.adafactor`.
-      rule: "paper" as above. "torch", as `torch.optim.Adafactor`: epsilon[0] is added to nothing,
-        and bounds the mean of r' from below, and its square v; None is the distance of 1 to the
-        next number in the dtype of the weights. And in d stands min(learning_rate, 1 / sqrt(t)).
-        PyTorch has `min_side=1`.
-      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
-        those; all others but `layer_axes` are inputs. The last, as in flax and haiku; 0 in equinox
-        and PyTorch. It matters for leaves of three axes or more alone.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those; as
-        in `muon`. Under `jit` a sharded leaf is whole, and `mesh_axes` is not needed.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
-        of ints, or None, or a prefix tree of those. Each index has averages, a clipping and a scale
-        of its own.
-      moment_dtype: dtype of m; None for the parameter's, but at least float32; "8bit" for `Blocks`,
-        as in `adam`.
-      full_precision: with "8bit", leaves whose m is not stored in 8 bits: a prefix tree of bools,
-        or a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+      beta2_cap: upper bound of beta2, in [0, 1); None for no bound. Zhai et al. use 0.999.
+      epsilon: a pair of numbers in [0, inf): what is added to squared gradients, and the smallest
+        scale.
+      clip_threshold: the RMS of u at which it is clipped, above 0; None for no clipping.
+      scale_by_parameter: whether steps are proportional to the RMS of their weights.
+      min_side: smallest number of outputs, and of inputs, with which a matrix is factored.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these. It is not multiplied by
+        the RMS of the weights.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: "decoupled" as above. "cautious" decays only the weights that the step
+        moves towards zero, as in `adam`. "independent": w' = w - m' - weight_decay w, with a weight
+        decay in [0, 1), as in `optax.adafactor`.
+      rule: "paper" as above, or "torch" for `torch.optim.Adafactor`. There, epsilon[0] isn't added
+        to anything: it is the lower bound of the mean of r', and its square that of v. If it is
+        None, it is the machine epsilon of the weights' dtype. Also, d uses min(learning_rate, 1 /
+        sqrt(t)) as the learning rate. PyTorch has `min_side=1`.
+      output_axes: which axes of a leaf are outputs: an int, a tuple of ints, or a prefix tree of
+        these. All others except `layer_axes` are inputs. The default, the last axis, fits flax and
+        haiku; use 0 for equinox and PyTorch. This only matters for leaves with three or more axes.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
+        in `muon`. Under `jit` you don't need it.
+      layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
+        None, or a prefix tree of these. Each layer has its own averages, clipping and scale.
+      moment_dtype: dtype of m. None uses the parameter's dtype, but at least float32; "8bit" stores
+        `Blocks`, as in `adam`.
+      full_precision: with "8bit", the leaves whose m is not stored in 8 bits: a prefix tree of
+        bools, or a function that returns one from the parameters' `jax.ShapeDtypeStruct`s.
 
     Returns:
       A transformation with state `AdafactorState(step, mw, vw)`; `mw` is None without momentum, and
-      `vw` has `Factors` for leaves that are factored. Leaves of packed trees may not be.
+      `vw` has `Factors` for factored leaves, which cannot be packed.
 
     Raises:
-      ValueError: a Python number out of range, or a packed matrix.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range, or a matrix is packed.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((512, 256), jnp.bfloat16), "b": jnp.zeros(256)}

@@ -1,4 +1,4 @@
-"""Adam, and AdamW: its weight decay is decoupled."""
+"""Adam, and AdamW, because weight decay is decoupled."""
 
 import functools
 from typing import Any, Literal, NamedTuple
@@ -31,7 +31,7 @@ def first_moment(g: jax.Array, mw: jax.Array, beta: jax.Array, complement: jax.A
     """m' = beta m + (1 - beta) g
 
     In both moments, a gradient whose square overflows counts as the largest one whose square does
-    not: an infinite v would hold its weight for ever.
+    not, because an infinite v would freeze its weight forever.
     """
     return scaled(mw, beta) + scaled(numerics.squarable(g), complement)
 
@@ -78,7 +78,7 @@ def corrections(
         divisor, epsilon = c1, numerics.once(root * epsilon)
     else:
         divisor = c1 + epsilon
-    # The quotient comes last: XLA computes a division once, and what follows it for every leaf.
+    # The quotient comes last: XLA computes a division once, but what follows it for every leaf.
     return root / jnp.where(divisor == 0, jnp.ones_like(divisor), divisor), epsilon
 
 
@@ -94,7 +94,7 @@ class Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-# Of both faces, and of what is built upon Adam.
+# For updates, transformations, and methods built on Adam.
 NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
 BIAS_CORRECTION = one_of("step_size", "moments", None)
 
@@ -108,7 +108,7 @@ def numbers_of(
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
     of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
-    # Leaves that share their numbers share the result: one scalar in the program, not one a leaf.
+    # Leaves that share their numbers share the result: one scalar in the program, not one per leaf.
     known = {
         tuple(map(id, row)): correct(*row)
         for row in {tuple(map(id, r)): r for r in of_leaves if r}.values()
@@ -159,30 +159,33 @@ def adam_step(
         alpha = sqrt(1 - beta2^step) / (1 - beta1^step + epsilon)
         delta = alpha mw' / (sqrt(vw') + epsilon)
 
-    The epsilon inside alpha is Ivy's guard and not the paper's. At the default it moves the first
-    step by one part in a million; a large one (0.1, 1) matters: use `bias_correction="moments"` for
-    recipes that were tuned elsewhere.
+    The epsilon inside alpha comes from Ivy, not from the paper. Its default changes the first step
+    by one part in a million, but a large one, such as 0.1, matters. For recipes that were tuned
+    elsewhere, use `bias_correction="moments"`.
 
     Args:
       dcdw: gradient.
       mw: first moment, of a shape that broadcasts to the gradient's.
       vw: second moment, real, of a shape that broadcasts to the gradient's.
-      step: number of this update, counted from 1; may be fractional or traced. At 0 delta is 0.
+      step: number of this update, counting from 1; may be fractional or traced. If it is 0, delta
+        is 0.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
-      bias_correction: "step_size" is the form above, of the end of section 2 of the paper;
-        "moments" is `m_hat / (sqrt(v_hat) + epsilon)`, its algorithm 1, PyTorch's and optax's; None
-        is alpha = 1.
+      bias_correction: "step_size" is the equation above, from the end of section 2 of the paper;
+        "moments" is `m_hat / (sqrt(v_hat) + epsilon)`, as in the paper's algorithm 1, PyTorch and
+        optax; None sets alpha = 1.
       out: None.
 
     Returns:
-      `(delta, mw', vw')`, of the gradient's shape; a scalar gradient takes that of moments with one
-      element. The moments keep their dtypes, delta has the gradient's.
+      `(delta, mw', vw')`, all in the gradient's shape; with a scalar gradient and one-element
+      moments, in the shape of the moments. The moments keep their dtypes, and delta has the
+      gradient's.
 
     Raises:
-      ValueError: structures or shapes do not match, or a Python number is out of range.
-      TypeError: a leaf is not a number or an array of numbers, or is complex beside a real one.
+      ValueError: tree structures or shapes do not match, or a Python number is out of range.
+      TypeError: a leaf is not a number or an array of numbers, or is complex where its counterpart
+        is real.
       NotImplementedError: `out` is given.
 
     Example:
@@ -235,21 +238,21 @@ def adam_update(
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
-      mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
-      vw_tm1: second moment of the step before, real, of a shape that broadcasts to that of `w`.
-      step: number of this update, counted from 1; may be fractional or traced.
+      mw_tm1: first moment from the previous step, of a shape that broadcasts to that of `w`.
+      vw_tm1: second moment from the previous step, real, of a shape that broadcasts to that of `w`.
+      step: number of this update, counting from 1; may be fractional or traced.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
       bias_correction: see `adam_step`.
-      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, but not to the moments.
       out: None.
 
     Returns:
-      `(w', mw, vw)`, each with the dtypes of what it replaces.
+      `(w', mw, vw)`, each with the dtypes of the argument it replaces.
 
     Raises:
-      As `adam_step`; TypeError also where `w` has an integer leaf.
+      As `adam_step`, and a TypeError if `w` has an integer leaf.
 
     Example:
       >>> w = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
@@ -298,54 +301,55 @@ def adam(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """Adam, which is AdamW with `weight_decay`.
+    """Adam, or AdamW if you set `weight_decay`.
 
         m'    = beta1 m + (1 - beta1) g
         v'    = beta2 v + (1 - beta2) |g|^2
         delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon)
         w'    = w - learning_rate (delta + weight_decay w)
 
-    The defaults are those of PyTorch and of `optax.adam`; `optax.adamw` has a weight decay of 1e-4
-    by default. The functional `adam_update` has Ivy's: `epsilon=1e-7, bias_correction="step_size"`.
+    The defaults match PyTorch's and those of `optax.adam`; note that `optax.adamw` has a default
+    weight decay of 1e-4. The functional `adam_update` has Ivy's defaults instead: `epsilon=1e-7,
+    bias_correction="step_size"`.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
-        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
-        it for one call, and so do the names of the other numbers.
-      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
-      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these. A
+        callable that is not itself such a tree is treated as a schedule. `update(...,
+        learning_rate=x)` overrides it for one call; the other numeric options can be overridden in
+        the same way.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of these.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of these.
       epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
-        of those.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
-        moments, see `weight_decay_rule`.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: what weight decay is multiplied by, and where it acts. "decoupled" as
-        above. "cautious": only weights that the step moves towards zero decay, w' = w -
-        learning_rate (delta + weight_decay w [Re(delta conj(w)) > 0]). A real weight decays if it
-        has the sign of delta, and none decays where delta is 0. "independent": w' = w -
-        learning_rate delta - weight_decay w, with a weight decay in [0, 1), which acts even at a
-        learning rate of 0.
-      bias_correction: "moments" as above; "step_size" for the form at the end of section 2 of the
-        paper, with an epsilon that is not corrected; None for neither. See `adam_step`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
-        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
-        are rounded with the random bits of one device if it says where their elements are.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+        of these.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these. It does not enter the
+        moments; see `weight_decay_rule`.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: how weight decay is applied. "decoupled" as above. "cautious" decays only
+        the weights that the step moves towards zero: w' = w - learning_rate (delta + weight_decay w
+        [Re(delta conj(w)) > 0]). A real weight thus decays if it has the sign of delta, and not if
+        delta is 0. "independent": w' = w - learning_rate delta - weight_decay w, with a weight
+        decay in [0, 1) that acts even when the learning rate is 0.
+      bias_correction: "moments" as above; "step_size" as at the end of section 2 of the paper,
+        which leaves epsilon uncorrected; None for no correction. See `adam_step`.
+      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
+        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
+        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
+        it makes the random bits those of a single device.
+      moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -359,8 +363,8 @@ def adam(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2;
       Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, where the
-      schedule multiplies both terms and the learning rate only the first; Chen et al., "Cautious
-      Weight Decay" (2025), algorithm 1, where a weight decays at delta = 0, too.
+      schedule multiplies both terms but the learning rate only the first; Chen et al., "Cautious
+      Weight Decay" (2025), algorithm 1, where weights also decay if delta is 0.
     """
     given = _OPTIONS.check("adam", locals())
     return transformation("adam", _compute(given), mw=True, vw=True, moments=given.moments())
@@ -377,26 +381,26 @@ def scale_by_adam(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """Adam's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
+    """Adam's direction for `optax.chain`, without learning rate, minus sign or weight decay.
 
         updates = delta
 
     Args:
-      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
-      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of these.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of these.
       epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
-        of those.
+        of these.
       bias_correction: see `adam_step`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
-        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
-        are rounded with the random bits of one device if it says where their elements are.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
+        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
+        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
+        it makes the random bits those of a single device.
+      moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, vw)`.

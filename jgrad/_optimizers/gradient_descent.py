@@ -1,4 +1,4 @@
-"""Gradient descent, with heavy-ball or Nesterov momentum; and the last step of every optimizer."""
+"""Gradient descent, with heavy-ball or Nesterov momentum, and the last line of every optimizer."""
 
 from typing import Any
 
@@ -53,14 +53,14 @@ def optimizer_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> PyTree:
-    """Moves weights along an effective gradient, such as `adam_step` returns.
+    """Moves weights along an effective gradient, such as the one that `adam_step` returns.
 
         w' = w - lr effective_grad
 
     Args:
       w: weights, floating or complex.
       effective_grad: effective gradient, of the shape of `w`.
-      lr: learning rate, of a shape that broadcasts to that of `w` (one of shape (n,) goes along the
+      lr: learning rate, of a shape that broadcasts to that of `w` (shape (n,) applies along the
         last axis), and of any sign.
       stop_gradients: apply `jax.lax.stop_gradient` to the result.
       out: None.
@@ -69,8 +69,8 @@ def optimizer_update(
       `w'`, with the dtypes of `w`.
 
     Raises:
-      ValueError: structures or shapes do not match, or a Python number is not finite.
-      TypeError: `w` has an integer leaf, or an argument has one that is not numeric.
+      ValueError: tree structures or shapes do not match, or a Python number is not finite.
+      TypeError: `w` has an integer leaf, or an argument has a leaf that is not numeric.
       NotImplementedError: `out` is given.
 
     Example:
@@ -143,42 +143,43 @@ def gradient_descent(
         d'  = momentum m' + d  if nesterov, else m'
         w'  = w - learning_rate d'
 
-    Weight decay is added to the gradient, as in PyTorch's SGD, unless `weight_decay_rule` says
-    otherwise.
+    By default, weight decay is added to the gradient, as in PyTorch's SGD.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
-        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
-        it for one call, and so do the names of the other numbers.
-      momentum: decay rate of the buffer, in [0, 1): a number, a schedule, or a tree of those. None
-        keeps no buffer.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these. A
+        callable that is not itself such a tree is treated as a schedule. `update(...,
+        learning_rate=x)` overrides it for one call; the other numeric options can be overridden in
+        the same way.
+      momentum: decay rate of the momentum buffer, in [0, 1): a number, a schedule, or a tree of
+        these. With None there is no buffer.
       nesterov: whether to look ahead, as Nesterov's momentum does.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: "coupled" as above. With the others d = g, and weight decay does not enter
-        the momentum but the last line. "decoupled": w' = w - learning_rate (d' + weight_decay w).
-        "cautious": only weights that the step moves towards zero decay, w' = w - learning_rate (d'
-        + weight_decay w [Re(d' conj(w)) > 0]), as in `adam`. "independent": w' = w - learning_rate
-        d' - weight_decay w, with a weight decay in [0, 1), which acts even at a learning rate of 0.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
-        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
-        are rounded with the random bits of one device if it says where their elements are.
-      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: "coupled" as above. The other rules have d = g and apply weight decay in
+        the last line, outside the momentum. "decoupled": w' = w - learning_rate (d' + weight_decay
+        w). "cautious" decays only the weights that the step moves towards zero, as in `adam`: w' =
+        w - learning_rate (d' + weight_decay w [Re(d' conj(w)) > 0]). "independent": w' = w -
+        learning_rate d' - weight_decay w, with a weight decay in [0, 1) that acts even when the
+        learning rate is 0.
+      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
+        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
+        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
+        it makes the random bits those of a single device.
+      moment_dtype: dtype of the buffer; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

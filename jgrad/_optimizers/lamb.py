@@ -191,33 +191,33 @@ def lamb_update(
         ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         w'    = w - lr ratio u
 
-    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` is Ivy's: the same ratio, which is 0
-    where the weights are 0, but w' = w - lr ratio delta, so that weight decay only acts in the
+    where |.| is the 2-norm of a layer, computed without overflow or underflow. Each leaf is one
+    layer unless `layer_axes` or `mesh_axes` says otherwise. `rule="ivy"` reproduces Ivy: the ratio
+    is 0 where the weights are 0, and w' = w - lr ratio delta, so weight decay only affects the
     norm.
 
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
-      mw_tm1: first moment of the step before, of a shape that broadcasts to that of `w`.
-      vw_tm1: second moment of the step before, real, of a shape that broadcasts to that of `w`.
-      step: number of this update, counted from 1; may be fractional or traced.
+      mw_tm1: first moment from the previous step, of a shape that broadcasts to that of `w`.
+      vw_tm1: second moment from the previous step, real, of a shape that broadcasts to that of `w`.
+      step: number of this update, counting from 1; may be fractional or traced.
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
-      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
+      max_trust_ratio: upper bound of the ratio, in [0, inf); None for no bound.
       decay_lambda: weight decay, in [0, inf).
-      min_trust_ratio: lower clamp of the ratio, in [0, inf).
+      min_trust_ratio: lower bound of the ratio, in [0, inf).
       bias_correction: see `adam_step`.
       rule: "paper" or "ivy".
       mesh_axes: see `lamb`.
       layer_axes: see `lamb`.
-      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, but not to the moments.
       out: None.
 
     Returns:
-      `(w', mw, vw)`, each with the dtypes of what it replaces.
+      `(w', mw, vw)`, each with the dtypes of the argument it replaces.
 
     Raises:
       As `adam_update`.
@@ -231,7 +231,7 @@ def lamb_update(
       {'b': (2,), 'w': (3, 2)}
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-      (2020), algorithm 2, with phi the clamp of the ratio.
+      (2020), algorithm 2, where phi clips the ratio.
     """
     name = "lamb_update"
     checks.one_of(name, "rule", rule, _RULES)
@@ -290,57 +290,58 @@ def lamb(
         ratio = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         w'    = w - learning_rate ratio u
 
-    with |.| the 2-norm of a layer, computed without overflow or underflow. A leaf of zeros (a bias
-    at its start) therefore takes one step of plain Adam, and is scaled from then on; exclude such
-    leaves with `trust_ratio_mask`, as most recipes do.
+    where |.| is the 2-norm of a layer, computed without overflow or underflow. A leaf of zeros,
+    such as a new bias, therefore takes one step of plain Adam before scaling sets in. Most recipes
+    exclude such leaves with `trust_ratio_mask`.
 
-    Epsilon and bias correction are the paper's and those of `optax.lamb`, whose ratio nothing
-    clamps: `max_trust_ratio=None`. The functional `lamb_update` has Ivy's: `epsilon=1e-7,
-    bias_correction="step_size"`.
+    Epsilon and bias correction are as in the paper and `optax.lamb`. The latter doesn't clip the
+    ratio: for that, pass `max_trust_ratio=None`. The functional `lamb_update` has Ivy's defaults
+    instead: `epsilon=1e-7, bias_correction="step_size"`.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
-        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
-        it for one call, and so do the names of the other numbers.
-      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
-      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these. A
+        callable that is not itself such a tree is treated as a schedule. `update(...,
+        learning_rate=x)` overrides it for one call; the other numeric options can be overridden in
+        the same way.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of these.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of these.
       epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
-        of those.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: "decoupled" as above: part of u, and so of its norm. "cautious": only
-        weights that the step moves towards zero decay, u = delta + weight_decay w [Re(delta
-        conj(w)) > 0], as in `adam`, norm included. "independent": u = delta, and w' = w -
-        learning_rate ratio u - weight_decay w, with a weight decay in [0, 1), which neither the
-        learning rate nor the ratio multiplies.
-      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
-      min_trust_ratio: lower clamp of the ratio, in [0, inf).
-      trust_ratio_mask: as `weight_decay_mask`; leaves with False have the ratio 1, clamps not
-        applied.
+        of these.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: "decoupled" as above, where weight decay is part of u and of its norm.
+        "cautious" decays only the weights that the step moves towards zero, as in `adam`: u = delta
+        + weight_decay w [Re(delta conj(w)) > 0], again part of the norm. "independent": u = delta,
+        and w' = w - learning_rate ratio u - weight_decay w, with a weight decay in [0, 1) that is
+        not multiplied by the learning rate or the ratio.
+      max_trust_ratio: upper bound of the ratio, in [0, inf); None for no bound.
+      min_trust_ratio: lower bound of the ratio, in [0, inf).
+      trust_ratio_mask: like `weight_decay_mask`. Leaves marked False have ratio 1, whatever the
+        bounds.
       bias_correction: see `adam_step`.
-      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, with weight decay in the
-        norm alone, and no other `weight_decay_rule`.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
-        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
-        those; replicated leaves count as for `lars`. Under `jit` a sharded leaf counts as a whole,
-        and `mesh_axes` is not needed.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
-        of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+      rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, where weight decay only
+        affects the norm, and no other `weight_decay_rule` is allowed.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded: a name,
+        a tuple of names, a PartitionSpec or None for all leaves, or a prefix tree of these. If some
+        leaves are replicated, see `lars`. Under `jit` you don't need it, because a sharded leaf is
+        treated as a whole.
+      layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
+        None, or a prefix tree of these. Each layer has its own norm and ratio.
+      moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
-      A transformation with state `OptState(step, mw, vw)`. Its update needs the parameters.
+      A transformation with state `OptState(step, mw, vw)`. `update` needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((12, 3, 2)), "b": jnp.zeros((12, 2))}
@@ -351,7 +352,7 @@ def lamb(
       ((12, 3, 2), (12, 2))
 
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
-      (2020), algorithm 2, with phi the clamp of the ratio.
+      (2020), algorithm 2, where phi clips the ratio.
     """
     given = _OPTIONS.check("lamb", locals())
     options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
@@ -394,23 +395,23 @@ def scale_by_trust_ratio(
         ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0
         updates' = ratio u
 
-    `lamb` is `optax.chain(scale_by_adam(epsilon=1e-6), optax.add_decayed_weights(decay),
-    scale_by_trust_ratio(), optax.scale(-rate))`, in one piece.
+    `lamb` combines `optax.chain(scale_by_adam(epsilon=1e-6), optax.add_decayed_weights(decay),
+    scale_by_trust_ratio(), optax.scale(-rate))`.
 
     Args:
-      max_trust_ratio: upper clamp of the ratio, in [0, inf); None for none.
-      min_trust_ratio: lower clamp of the ratio, in [0, inf).
-      trust_ratio_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False pass unchanged.
+      max_trust_ratio: upper bound of the ratio, in [0, inf); None for no bound.
+      min_trust_ratio: lower bound of the ratio, in [0, inf).
+      trust_ratio_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. The updates of leaves marked False are left unchanged.
       mesh_axes: see `lamb`.
       layer_axes: see `lamb`.
 
     Returns:
-      A transformation without state. Its update needs the parameters.
+      A stateless transformation. `update` needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

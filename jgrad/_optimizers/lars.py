@@ -173,18 +173,18 @@ def lars_update(
                 0
         w'    = w - lr ratio (dcdw + decay_lambda w)
 
-    with |.| the 2-norm of a layer, computed without overflow or underflow; a leaf is a layer unless
-    `layer_axes` or `mesh_axes` says otherwise. `rule="decayed_gradient"` divides by
-    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` is Ivy's:
-    ratio = trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive;
-    w' = w - lr ratio dcdw.
+    where |.| is the 2-norm of a layer, computed without overflow or underflow. Each leaf is one
+    layer unless `layer_axes` or `mesh_axes` says otherwise. `rule="decayed_gradient"` divides by
+    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` reproduces Ivy: ratio =
+    trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive, and w' = w -
+    lr ratio dcdw.
 
     Args:
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
       decay_lambda: weight decay, in [0, inf).
-      trust_coefficient: eta of the paper, in [0, inf). The default is 1 here, and 0.001 in `lars`.
+      trust_coefficient: the paper's eta, in [0, inf). The default is 1 here, but 0.001 in `lars`.
       epsilon: added to the denominator, in [0, inf).
       rule: "paper", "decayed_gradient" or "ivy".
       mesh_axes: see `lars`.
@@ -257,59 +257,59 @@ def lars(
         m'    = momentum m + d
         w'    = w - m'                              (with nesterov: w - (momentum m' + d))
 
-    with |.| the 2-norm of a layer, computed without overflow or underflow. With
-    `rate_in_momentum=False` the learning rate is applied to m' and not to d, which differs as soon
-    as the learning rate changes.
+    where |.| is the 2-norm of a layer, computed without overflow or underflow. With
+    `rate_in_momentum=False`, the learning rate multiplies m' instead of d, which makes a difference
+    once the learning rate changes.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
-        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
-        it for one call, and so do the names of the other numbers.
-      trust_coefficient: eta of the paper, in [0, inf).
-      momentum: decay rate of the buffer, in [0, 1): a number, a schedule, or a tree of those. None
-        keeps no buffer.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these. A
+        callable that is not itself such a tree is treated as a schedule. `update(...,
+        learning_rate=x)` overrides it for one call; the other numeric options can be overridden in
+        the same way.
+      trust_coefficient: the paper's eta, in [0, inf).
+      momentum: decay rate of the momentum buffer, in [0, 1): a number, a schedule, or a tree of
+        these. With None there is no buffer.
       nesterov: whether to look ahead, as Nesterov's momentum does.
-      epsilon: added to the denominator, in [0, inf): a number, a schedule, or a tree of those.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: "coupled" as above. With the others, ratio and d are those without weight
-        decay, which does not enter the momentum but the last line. There it is multiplied by the
-        learning rate, as if that were outside the momentum. "decoupled": w' = w - m' -
-        learning_rate weight_decay w. "cautious": only weights that the step moves towards zero
-        decay, w' = w - m' - learning_rate weight_decay w [Re(m' conj(w)) > 0], as in `adam`.
-        "independent": w' = w - m' - weight_decay w, with a weight decay in [0, 1), which acts even
-        at a learning rate of 0.
-      trust_ratio_mask: as `weight_decay_mask`; leaves with False (biases and normalisation, in most
-        recipes) have ratio 1.
-      rate_in_momentum: as above.
-      rule: "paper" as above; "decayed_gradient", with |g + weight_decay w| + epsilon below the
-        line, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
-        |w| where that is positive, and d = learning_rate ratio g, with no other
+      epsilon: added to the denominator, in [0, inf): a number, a schedule, or a tree of these.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: "coupled" as above. The other rules compute ratio and d without weight
+        decay and apply it in the last line, outside the momentum. "decoupled": w' = w - m' -
+        learning_rate weight_decay w. "cautious" decays only the weights that the step moves towards
+        zero, as in `adam`: w' = w - m' - learning_rate weight_decay w [Re(m' conj(w)) > 0].
+        "independent": w' = w - m' - weight_decay w, with a weight decay in [0, 1) that acts even
+        when the learning rate is 0.
+      trust_ratio_mask: like `weight_decay_mask`. Leaves marked False (in most recipes biases and
+        normalization) have ratio 1.
+      rate_in_momentum: see above.
+      rule: "paper" as above; "decayed_gradient", with the denominator |g + weight_decay w| +
+        epsilon, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
+        |w| where that is positive, and d = learning_rate ratio g. "ivy" allows no other
         `weight_decay_rule`.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`:
-        a name, a tuple of names, a PartitionSpec, or None, for all leaves, or a prefix tree of
-        those. Under `jit` a sharded leaf counts as a whole, and `mesh_axes` is not needed. A tree
-        is used as it is. From one entry for all leaves, `check_vma=True` leaves out the axes along
-        which a leaf does not vary. Where types do not tell, a replicated leaf whose axis is named
-        would count once per device, so give a tree.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
-        of ints, or None, or a prefix tree of those. Each index has a norm and a ratio of its own.
-      moment_dtype: dtype of the buffer; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded: a name,
+        a tuple of names, a PartitionSpec or None for all leaves, or a prefix tree of these. Under
+        `jit` you don't need it, because a sharded leaf is treated as a whole. If some leaves are
+        replicated, pass a tree: an axis named for a replicated leaf would count it once per device.
+        Only under `check_vma=True` can one entry serve all leaves, because the axes along which a
+        leaf does not vary are then left out.
+      layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
+        None, or a prefix tree of these. Each layer has its own norm and ratio.
+      moment_dtype: dtype of the buffer; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
-      A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum. Its
-      update needs the parameters.
+      A transformation with state `OptState(step, mw, None)`; `mw` is None without momentum.
+      `update` needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -321,7 +321,7 @@ def lars(
       ((3, 2), None)
 
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
-      algorithm 1, which has the learning rate inside the momentum, as MLPerf's reference does.
+      algorithm 1, which, like MLPerf's reference, has the learning rate inside the momentum.
     """
     given = _OPTIONS.check("lars", locals())
     options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")

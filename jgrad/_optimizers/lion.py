@@ -50,7 +50,7 @@ def lion_update(
     stop_gradients: bool = True,
     out: None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Updates weights and their moment by one step of Lion.
+    """Updates weights and the moment by one step of Lion.
 
         w'  = w - lr sign(beta1 mw_tm1 + (1 - beta1) dcdw)
         mw' = beta2 mw_tm1 + (1 - beta2) dcdw
@@ -59,17 +59,17 @@ def lion_update(
       w: weights, floating or complex.
       dcdw: gradient, of the shape of `w`.
       lr: learning rate, of a shape that broadcasts to that of `w`, and of any sign.
-      mw_tm1: moment of the step before, of a shape that broadcasts to that of `w`.
+      mw_tm1: moment from the previous step, of a shape that broadcasts to that of `w`.
       beta1: weight of the moment in the direction, in [0, 1).
       beta2: decay rate of the moment, in [0, 1).
-      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, and to nothing else.
+      stop_gradients: apply `jax.lax.stop_gradient` to `w'`, but not to the moments.
       out: None.
 
     Returns:
-      `(w', mw')`, each with the dtypes of what it replaces.
+      `(w', mw')`, each with the dtypes of the argument it replaces.
 
     Raises:
-      As `adam_step`; TypeError also where `w` has an integer leaf.
+      As `adam_step`, and a TypeError if `w` has an integer leaf.
 
     Example:
       >>> w = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -116,43 +116,45 @@ def lion(
         m'        = beta2 m + (1 - beta2) g
         w'        = w - learning_rate (direction + weight_decay w)
 
-    Every weight moves by the full learning rate, so use one that is three to ten times smaller than
-    Adam's, and a weight decay that is larger by the same factor. Lion has one moment where Adam has
-    two. The defaults are those of the paper and of `optax.lion`, whose weight decay is 1e-3.
+    Every weight moves by the full learning rate, so use a learning rate three to ten times smaller
+    than Adam's, and a weight decay that is larger by the same factor. Lion keeps one moment instead
+    of Adam's two. The defaults are those of the paper and of `optax.lion`, except that the latter
+    has a weight decay of 1e-3.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the
-        number of updates done (0 at the first); or a prefix tree or `by_path` of those. A callable
-        is treated as a schedule, unless it is such a tree. `update(..., learning_rate=x)` overrides
-        it for one call, and so do the names of the other numbers.
+        number of completed updates (0 for the first); or a prefix tree or `by_path` of these. A
+        callable that is not itself such a tree is treated as a schedule. `update(...,
+        learning_rate=x)` overrides it for one call; the other numeric options can be overridden in
+        the same way.
       beta1: weight of the moment in the direction, in [0, 1): a number, a schedule, or a tree of
-        those.
-      beta2: decay rate of the moment, in [0, 1): a number, a schedule, or a tree of those.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
-        moments, see `weight_decay_rule`.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay.
-      weight_decay_rule: what weight decay is multiplied by, and where it acts. "decoupled" as
-        above. "cautious": only weights that the step moves towards zero decay, as in `adam`.
-        "independent": w' = w - learning_rate direction - weight_decay w, with a weight decay in
-        [0, 1), which acts even at a learning rate of 0.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
-        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
-        are rounded with the random bits of one device if it says where their elements are.
-      moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+        these.
+      beta2: decay rate of the moment, in [0, 1): a number, a schedule, or a tree of these.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these. It does not enter the
+        moment; see `weight_decay_rule`.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay.
+      weight_decay_rule: how weight decay is applied. "decoupled" as above. "cautious" decays only
+        the weights that the step moves towards zero, as in `adam`. "independent": w' = w -
+        learning_rate direction - weight_decay w, with a weight decay in [0, 1) that acts even when
+        the learning rate is 0.
+      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
+        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
+        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
+        it makes the random bits those of a single device.
+      moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -178,23 +180,23 @@ def scale_by_lion(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """Lion's direction for `optax.chain`: no learning rate, no minus sign and no weight decay.
+    """Lion's direction for `optax.chain`, without learning rate, minus sign or weight decay.
 
         updates = sign(beta1 m + (1 - beta1) g)
 
     Args:
       beta1: weight of the moment in the direction, in [0, 1), as in `lion`.
       beta2: decay rate of the moment, in [0, 1), as in `lion`.
-      mesh_axes: how leaves are sharded under `jit` on a mesh with automatic axes: a PartitionSpec
-        or a prefix tree of those. It is only needed in 8 bits, where a TPU's program has no kernel
-        for a sharded leaf without it, see `leaf_programs`; and inside `shard_map`, where moments
-        are rounded with the random bits of one device if it says where their elements are.
-      moment_dtype: dtype of the moment; None for the parameter's, but at least float32; "8bit" for
-        `Blocks` of 256 elements, in leaves of 4096 elements or more, and in whole buffers of packed
-        parameters that have one, see `pack`. bfloat16 and 8 bits are rounded stochastically.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one. Smaller leaves and
-        complex ones stay out of 8 bits in any case.
+      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
+        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
+        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
+        it makes the random bits those of a single device.
+      moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
+        "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
+        `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Smaller leaves and
+        complex ones are never stored in 8 bits.
 
     Returns:
       A transformation with state `OptState(step, mw, None)`.

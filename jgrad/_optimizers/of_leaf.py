@@ -1,4 +1,4 @@
-"""An optimizer from a function of one leaf that a user wrote."""
+"""Optimizers from users' own functions of one leaf."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ from jgrad._trees.explained import Transformation, explained, refuse_without_eff
 
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
-_STEP = "step"  # is no option
+_STEP = "step"  # not an option
 _SHARED: dict[str, Any] = {**DECAY, "mesh_axes": None, **FORM}  # options, as `lion` has them
 
 # Names of other options, and of what `update` knows.
@@ -46,7 +46,7 @@ class Beta(_Forms):
         expected = "`.value`, `.complement` or `.correction` of it"
         raise TypeError(f"{_NAME}: a number named `beta...` in arithmetic, expected {expected}.")
 
-    # Those of a tuple would repeat it, or would not say what is wrong.
+    # Those of a tuple would repeat it, or not say what is wrong.
     __add__ = __mul__ = __rmul__ = _is_no_number
     __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _is_no_number
 
@@ -54,37 +54,38 @@ class Beta(_Forms):
 def optimizer_of_leaf(
     function: Callable[..., Any], /, *, stays_finite: bool = False
 ) -> Callable[..., Transformation]:
-    """Makes an optimizer from a function of one leaf that you write; use it as a decorator.
+    """Turns a function of one leaf into an optimizer; use it as a decorator.
 
         direction, mw', vw' = function(g, mw, vw)
         w' = w - learning_rate (direction + weight_decay w)
 
-    The function has to be pure and elementwise, because it may be given a leaf, a buffer with many
-    leaves, or a part of one. Where gradient and moments are zero it has to return zeros, because
-    the padding of buffers is zero and stays so. It is given arrays of float32, or of float64 where
-    the gradient or a moment is, in whatever form moments are stored.
+    Your function must be pure and elementwise, because it may be called on a whole leaf, on a part
+    of one, or on a buffer that holds many leaves. Where gradient and moments are zero, it must
+    return zeros, because buffers are padded with zeros that have to stay zero. It always receives
+    float32 arrays, or float64 if the gradient or a moment is, even if the moments are stored in 8
+    bits.
 
     Args:
-      function: `function(g, mw, vw, *, beta1=0.9, epsilon=1e-8, step)`, or as much of it as the
-        method has. `mw` is a moment of the kind of the gradient `g`; `vw` is one of magnitudes,
-        real and at least 0. What follows `*` are numbers with names of your own, which become
-        options of the optimizer, in [0, inf), and which may be functions or trees, as in `lion`. A
-        number whose name begins with `beta` is in [0, 1), and is given as `beta.value`,
-        `beta.complement`, which is 1 - beta, and `beta.correction`, which is 1 - beta^step, each
-        rounded by itself. `step` is the number of this update, counted from 1, and no option. The
-        function returns the direction; with moments a tuple, of the direction and each new moment.
-      stays_finite: True promises that the function makes no NaN of finite numbers, so that
-        `skip_nonfinite` need not look at its results: that costs less, and a NaN would stay.
+      function: `function(g, mw, vw, *, beta1=0.9, epsilon=1e-8, step)`, or as many of these as your
+        method needs. `mw` is a moment like the gradient `g`; `vw` is a moment of magnitudes, real
+        and at least 0. After `*` come numbers with names of your choice. They become options of the
+        optimizer, in [0, inf), which accept schedules or trees, as in `lion`. A number whose name
+        begins with `beta` is in [0, 1). It comes with the attributes `value`, `complement`, which
+        is 1 - beta, and `correction`, which is 1 - beta^step, each rounded separately. `step` is
+        not an option but the number of this update, counting from 1. The function returns the
+        direction or, if it has moments, a tuple of the direction and each new moment.
+      stays_finite: True promises that the function never turns finite inputs into NaN.
+        `skip_nonfinite` then saves the cost of checking its results, so a NaN would go unnoticed.
 
     Returns:
-      A factory with the name of the function, `(learning_rate, *, ...)`: the options are these
+      A factory `(learning_rate, *, ...)` with the name of the function. Its options are your
       numbers, and `weight_decay`, `weight_decay_mask`, `weight_decay_rule`, `mesh_axes`,
       `moment_dtype` and `full_precision` as in `lion`. The state is `OptState(step, mw, vw)`.
 
     Raises:
-      TypeError: other parameters or results, or numbers whose names are taken.
+      TypeError: the function has other parameters or results, or uses names that are taken.
       ValueError: the function is not elementwise, or depends on the shape of the leaf; from the
-        factory: it returns no zeros for zeros.
+        factory, it does not return zeros for zeros.
 
     Example:
       >>> @jgrad.optimizer_of_leaf

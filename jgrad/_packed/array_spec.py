@@ -1,6 +1,6 @@
-"""What an array stands for: options are given leaf by leaf, and an array may be a packed buffer.
+"""What an array stands for: a leaf, or a packed buffer of leaves with options of their own.
 
-The folders above ask an `ArraySpec`; they do not ask whether an array is packed.
+The folders above ask an `ArraySpec` instead of asking whether an array is packed.
 """
 
 import dataclasses

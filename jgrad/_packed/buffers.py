@@ -1,17 +1,17 @@
-"""One buffer from its leaves, and the leaves from the buffer; one vector in many pieces, and back.
+"""Buffers from leaves and back; vectors in many pieces and back.
 
-In 8 bits the rows of a buffer are its blocks, so that a leaf has the codes that it has unpacked. A
-leaf that is too small for 8 bits by itself is stored in them where its buffer is. Unpacked, it is
-an array of float32.
+In 8 bits, the rows of a buffer are its blocks, so a leaf has the same codes as unpacked. A leaf
+that is too small for 8 bits on its own is stored in 8 bits if its buffer is. Unpacked, it becomes a
+float32 array.
 
 XLA's CPU backend compiles equal kernels once. But a slice at another offset is another kernel, and
-so is everything that it is fused into: a layer that occurs twelve times compiles twelve times where
-its weights are sliced from one buffer, and a thousand slices take half a minute. So the vector is
-split inside a branch, which XLA does not fuse across. Many pieces of one size are split in two
-turns: groups of them first, then each group in the same way.
+so is everything that it is fused into: a layer that occurs twelve times is compiled twelve times if
+its weights are sliced from one buffer, and a thousand slices take half a minute. Vectors are
+therefore split inside a branch, across which XLA does not fuse. Many pieces of the same size are
+split in two stages: first into groups, and then all groups in the same way.
 
-In an eager call no program is worth compiling for thousands of pieces: there each piece is a small
-program that all pieces of its size share.
+In eager mode, it isn't worth compiling one program for thousands of pieces, so each piece is a
+small program that all pieces of its size share.
 """
 
 import functools
@@ -117,7 +117,7 @@ def _cut(spans: Sequence[Span], x: jax.Array) -> list[jax.Array]:
     return [y for (span, _), y in zip(pieces, vectors, strict=True) if span is not None]
 
 
-# Both by operations of `lax`, which are a fraction of those of `jnp` to trace, a thousand times.
+# Both use `lax`, which traces in a fraction of the time of `jnp`, a thousand times over.
 
 
 def _to_blocks(span: Span, x: jax.Array) -> jax.Array:
@@ -161,12 +161,12 @@ def _order_of_scale(span: Span) -> tuple[int, ...]:
     return (*stacked, *(axis for axis in axes if axis not in stacked))
 
 
-# Pieces of one size up to which one turn compiles as quickly as two; a kernel takes 5 to 10 ms.
+# Pieces of one size up to which one stage compiles as quickly as two; a kernel takes 5 to 10 ms.
 _FEW = 8
 
 
-# Pieces from which an eager call takes them one by one, and joins them by so many at a time: 5,000
-# pieces are split in a second, and in half a minute by one program.
+# Number of pieces from which an eager call processes them one by one, and joins this many at a
+# time: 5,000 pieces are split in a second, but by one program in half a minute.
 _MANY = 256
 _AT_A_TIME = 64
 
@@ -251,7 +251,7 @@ def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Ar
 
     if not any(x.size for x in vectors) or sum(map(len, sizes)) == len(vectors):
         return plain(vectors)
-    # On other devices the host would wait for the condition.
+    # On other devices, the host would wait for the condition.
     return jax.lax.platform_dependent(vectors, cpu=in_branch, default=plain)
 
 

@@ -1,9 +1,9 @@
 """Where the leaves of a tree are in packed buffers: static, hashable, and known without arrays.
 
-A buffer is an array of shape (blocks, width). Each layer of a leaf starts on a block of its own, so
-that a number per layer (a norm, a rate, a decay) is a column of one number per block. Behind the
-last element of a layer is padding, always zero. A leaf too large to gain may stay unpacked, as a
-buffer of its own shape.
+A buffer is an array of shape (blocks, width). Each layer of a leaf starts on its own block, so that
+one number per layer (a norm, a learning rate, a weight decay) is a column of one number per block.
+After the last element of a layer comes padding, which is always zero. A leaf that is too large to
+gain from packing may stay unpacked, as a buffer of its own shape.
 
 A `Span` says where one leaf is, a `Shard` which rows of a buffer this device has. A `Layout` has
 the spans of a whole tree.
@@ -29,15 +29,16 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SIZE, SMALLEST
 from jgrad._trees.protocols import PyTree
 
-# Elements of a block. A wider block pads more: a transformer of 193 leaves by 1% at 128, 3% at 256,
-# 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores Adam on 1000
-# leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from 512 on, where
-# the chunks of its norms leave the first-level cache (`rows`). A TPU's lanes are 128 wide, so a
-# multiple of that. Unmeasured on accelerators. In 8 bits a row is what shares a scale.
+# Number of elements in a block. Wider blocks pad more: a transformer of 193 leaves by 1% at 128, 3%
+# at 256, 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores,
+# Adam on 1000 leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from
+# 512 on, where the chunks of its norms no longer fit the first-level cache (`rows`). It is a
+# multiple of 128, the width of a TPU's lanes; unmeasured on accelerators. In 8 bits, the elements
+# of a row share a scale.
 WIDTH = SIZE
 
 _SHOWN = 10  # leaves of a buffer that are printed
-APART = " small"  # how the names of buffers end that have small leaves alone
+APART = " small"  # ends the names of buffers with only small leaves
 
 
 # ---- one leaf ----------------------------------------------------------------------------------
@@ -154,14 +155,14 @@ class Shard(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """Where each leaf of a tree is in the buffers of a `Packed`.
+    """Describes where each leaf of a tree is in the buffers of a `Packed`.
 
     Attributes:
-      structure: of the tree, in which None is a leaf.
-      spans: the blocks of each leaf, or None for None.
-      shapes: (name, shape) of each buffer, in the order in which JAX has them.
-      shard: inside `zero` the rows that this device has; None for all of them.
-      width: elements of a block.
+      structure: the structure of the tree, in which None is a leaf.
+      spans: the blocks of each leaf; None for a leaf that is None.
+      shapes: (name, shape) of each buffer, in JAX's order.
+      shard: inside `zero`, the rows that this device has; None for all of them.
+      width: number of elements in a block.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -178,13 +179,13 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Elements of a block."""
+        """Number of elements in a block."""
         return WIDTH
 
     def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
-        """Shapes and dtypes of what was packed, None for None.
+        """Shapes and dtypes of the leaves that were packed; None for leaves that are None.
 
-        Where dtypes of buffers are given, the leaves have these; None for a dtype of None.
+        If dtypes of buffers are given, the leaves have these; None for a dtype of None.
         """
         of_buffers = dtypes or {}
         structs = [
@@ -241,7 +242,7 @@ class Layout:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # JAX compares at every call of a compiled function; mostly it is one object.
+        # JAX compares it in every call of a compiled function; usually it is the same object.
         if self is other:
             return True
         if not isinstance(other, Layout):
@@ -259,8 +260,9 @@ class Layout:
             members.sort(key=lambda member: (member[1].first, member[1].num_blocks, member[0]))
         return buffers
 
-    # A copy is this very layout. Structures of nodes that are not JAX's own cannot be pickled, and
-    # hashes of strings differ from process to process: a tree of numbers and plain data go instead.
+    # A copy is the same object. Structures with nodes that are not JAX's own cannot be pickled, and
+    # hashes of strings differ between processes, so a tree of numbers and plain data is stored
+    # instead.
 
     def __copy__(self) -> "Layout":
         return self
@@ -365,7 +367,7 @@ def layout_of(
             continue
         large = max_size is not None and math.prod(x.shape) > max_size
         if large or not checks.is_inexact(x):
-            name = f"leaf {i}"  # not the path: two leaves may have one
+            name = f"leaf {i}"  # not by path: two leaves may share one
             spans[i] = Span(path, np.dtype(x.dtype), leaf_layers, name, None, 0)
             shapes[name] = x.shape
             continue
@@ -373,7 +375,7 @@ def layout_of(
         is_apart = small_apart and math.prod(x.shape) < SMALLEST
         name = x.dtype.name + APART * is_apart
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
-    # Leaves that are alike are neighbours: XLA compiles equal pieces of work once.
+    # Equal leaves are neighbours, because XLA compiles equal work once.
     packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
     buffers: dict[str, list[tuple[int, Span]]] = {}
     for member in packed:

@@ -1,9 +1,9 @@
 """Layers in the rows of a packed buffer, and sums over them.
 
-XLA on CPU reduces the last axis of an array in scalar code, and writes out what is reduced in
-parts. Some rows at a time, with halves added until few columns are left, sums are a few times
-faster, and no temporary is as large as a buffer. On other devices the iterations of a loop would
-wait for each other, and a sum over rows is one kernel.
+On CPUs, XLA reduces the last axis of an array in scalar code, and writes what it reduces in parts
+to memory. Here, sums work on some rows at a time and add halves until few columns are left, which
+is a few times faster and needs no temporary as large as a buffer. On other devices, the iterations
+of such a loop would wait for each other, so a sum over rows is one kernel.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed.layouts import Shard
 from jgrad._trees.shardings import is_on_mesh, is_sharded, on_automatic_axes
 
-# Rows per iteration: 64 kB in float32 at a width of 256, which fits the first-level caches with
-# what the sum reads beside it. 32 to 128 rows take the same time.
+# Rows per iteration: 64 kB in float32 at a width of 256, which fits first-level caches together
+# with everything else that the sum reads. 32 to 128 rows take the same time.
 _ROWS = 64
-# Columns that are left when halves have been added: one vector register of AVX-512. XLA's own sum
-# of the last axis is scalar code, 7 times slower for 33 M elements.
+# Columns that are left after adding halves: one vector register of AVX-512. XLA's own sum over the
+# last axis is scalar code, 7 times slower for 33 M elements.
 _COLUMNS = 16
 
 
@@ -94,7 +94,7 @@ class PackedLayers(LayerAxes):
         def in_chunks(arrays: Sequence[jax.Array | None]) -> jax.Array:
             return _in_chunks(self.shape[0], lambda xs: row_sums(f(*xs)), arrays)
 
-        # Rows that are sharded under `jit` would be gathered for a loop over them.
+        # A loop over rows that are sharded under `jit` would gather them.
         if any(x is not None and is_on_mesh(x) for x in arrays):
             per_row = at_once(arrays)
         else:
@@ -135,7 +135,7 @@ def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> j
 
         return f(jax.tree.map(chunk, arrays))
 
-    # The last chunk overlaps the one before it, rather than be compiled apart.
+    # The last chunk overlaps the one before it, so that it needs no compilation of its own.
     full, left = divmod(count, _ROWS)
     starts = [*range(0, full * _ROWS, _ROWS), *([count - _ROWS] if left else [])]
     parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))

@@ -1,7 +1,7 @@
-"""A tree of arrays as one buffer per dtype: an update of a thousand leaves is one loop.
+"""Trees of arrays as one buffer per dtype, so that an update of a thousand leaves is one loop.
 
-`pack` and `unpack` are linear, so that gradients of a packed tree are packed. They are written in
-operations of JAX that have forward and reverse mode.
+`pack` and `unpack` are linear, so gradients with respect to a packed tree are packed. They only use
+JAX operations that have forward and reverse mode.
 """
 
 import functools
@@ -31,16 +31,17 @@ Tree = TypeVar("Tree")
 
 @jax.tree_util.register_pytree_with_keys_class
 class Packed(Generic[Tree]):
-    """A tree of arrays that are packed into buffers, one for each dtype.
+    """A tree of arrays packed into buffers, one per dtype.
 
-    A pytree node whose leaves are the buffers, so that everything that works leaf by leaf works on
-    it. The layout is static. `flax.serialization` saves it as the tree that was packed, if flax was
-    imported before it was made; for other files, `unpack` before a save.
+    It is a pytree whose leaves are the buffers, so everything that works leaf by leaf works on it.
+    The layout is static. `flax.serialization` saves it as the unpacked tree, if flax was imported
+    before `pack` was called; for other file formats, call `unpack` before you save.
 
     Attributes:
-      buffers: arrays of shape (blocks, 256) by the names of dtypes; large leaves may stay unpacked,
-        as "leaf 3" for the leaf at index 3, and small ones be apart, as "float32 small".
-      layout: where the leaves are in the buffers.
+      buffers: a dict from names of dtypes to arrays of shape (blocks, 256). With `max_size`, large
+        leaves stay unpacked, as "leaf 3" for the leaf at index 3; with `small_apart`, small ones
+        have their own buffer, such as "float32 small".
+      layout: a `Layout`, which says where each leaf is in the buffers.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -62,7 +63,7 @@ class Packed(Generic[Tree]):
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed[Any]":
-        # Without a check of the buffers: JAX puts objects of all kinds there.
+        # Buffers are not checked, because JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
         self.layout = layout
@@ -104,40 +105,41 @@ def pack(
 
         buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to blocks of 256
 
-    Packing is linear, and `unpack` undoes it bit for bit. Leaves of one shape are neighbours in the
-    buffer.
+    An update of a packed model is one loop over a long array, instead of one for each leaf. Packing
+    is linear, and `unpack` reverses it bit for bit. Leaves of the same shape are next to each
+    other.
 
-    Transformations of this library work on packed trees as on others, with options given for the
-    unpacked tree. Other transformations must treat each element by itself and map 0 to 0, since
-    padding has to stay zero: no noise. Masks and labels of optax are given for the tree, so put
-    them around `pack_small`.
+    jgrad's transformations work on packed trees as on any other, with options given for the
+    unpacked tree. Transformations of other libraries must be elementwise and map 0 to 0, because
+    padding has to stay zero; this rules out noise. optax's masks and labels only work on the
+    unpacked tree, so put them around `pack_small`.
 
     Args:
-      tree: floating or complex arrays of any shapes, or None; with `like`, any tree that `unpack`
-        returned.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lax.scan`: an int, a tuple
-        of ints, or None, or a prefix tree of those. Each layer has blocks of its own, so that
-        LARS and LAMB need no `layer_axes` of theirs; given, they have to agree.
-      multiple_of: the number of blocks of a buffer is a multiple of this, so that it can be sharded
-        over that many devices.
-      max_size: leaves with more elements stay unpacked, each a buffer of its own shape; None packs
-        all leaves. Large leaves gain nothing by being packed, and `unpack` copies what is packed:
-        give some thousands where large leaves are most of the model, and less than the smallest
-        matrix of `muon` or `soap`, which refuse packed ones.
-      like: a tree with `Packed` nodes, such as parameters and state, or `jax.eval_shape` of the
-        function that makes them. The subtrees of `tree` in their places are packed in their
-        layouts; everything else is unchanged.
-      small_apart: leaves with fewer than 4096 elements get a buffer of their own, as "float32
-        small". Moments in 8 bits are chosen for a whole buffer: without this option a buffer that
-        has a leaf of 4096 elements is in 8 bits with all that is in it; with it, small leaves stay
-        in float32, as on a tree. A step has one more kernel for them.
+      tree: a tree of floating or complex arrays of any shapes, or None; with `like`, any tree that
+        `unpack` returned.
+      layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
+        None, or a prefix tree of these. Each layer then has its own blocks, so LARS and LAMB don't
+        need their own `layer_axes`; if they are given, they have to agree.
+      multiple_of: makes the number of blocks of each buffer a multiple of this, so that it can be
+        sharded over that many devices.
+      max_size: leaves with more elements stay unpacked, each as a buffer of its own shape; None
+        packs all leaves. Large leaves gain nothing from packing, and `unpack` has to copy them, so
+        if they make up most of the model, pass a few thousand. `muon` and `soap` don't accept
+        packed matrices: for these, choose less than the size of the smallest matrix.
+      like: a tree with `Packed` nodes, such as a state, or what `jax.eval_shape` returns for it.
+        The subtrees of `tree` at the positions of these nodes are packed in their layouts;
+        everything else is left unchanged.
+      small_apart: gives leaves with fewer than 4096 elements a separate buffer, such as "float32
+        small". Whether moments are stored in 8 bits is decided for a whole buffer, so a leaf of
+        4096 elements or more puts everything in its buffer in 8 bits. With this option, small
+        leaves stay in float32, as in an unpacked tree, at the cost of one more kernel per step.
 
     Returns:
-      A `Packed`; with `like`, a tree like it.
+      A `Packed`; with `like`, a tree with the structure of `like`.
 
     Raises:
-      TypeError: a leaf is not a floating array, or is packed already.
-      ValueError: structures or shapes do not fit, or options are given beside `like`.
+      TypeError: a leaf is not a floating array, or is already packed.
+      ValueError: structures or shapes do not match, or options are combined with `like`.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -174,21 +176,23 @@ def unpack(tree: Packed[Tree]) -> Tree: ...
 @overload
 def unpack(tree: PyTree) -> PyTree: ...
 def unpack(tree: PyTree) -> PyTree:
-    """Returns the tree of arrays that was packed, with the dtypes of the buffers.
+    """Returns the tree that was packed, with the dtypes of the buffers.
 
         unpack(pack(tree)) = tree
 
-    The gradient of a function of `unpack(packed)` is a `Packed`, and forward mode works.
+    If you call it inside a loss, the gradient with respect to `packed` is a `Packed`. Forward mode
+    works as well.
 
     Args:
-      tree: a `Packed`, or any tree in which there are some, such as the state of an optimizer:
-        moments of packed parameters are packed as they are.
+      tree: a `Packed`, or any tree that contains some, such as the state of an optimizer for packed
+        parameters.
 
     Returns:
-      The tree, with a tree of arrays for each `Packed`.
+      The tree, where each `Packed` is replaced by its tree of arrays.
 
     Raises:
-      ValueError: a buffer has another shape than in the layout, as outside of a `jax.vmap`.
+      ValueError: the shape of a buffer does not match the layout, for example outside of the
+        `jax.vmap` that it was packed in.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})

@@ -1,4 +1,4 @@
-"""States from files that were read without a target: dictionaries for the nodes of jgrad."""
+"""States restored from files without a target, where jgrad's nodes have become dictionaries."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
-"""Numbers in 8 bits and in bfloat16: codes, blocks that share a scale, and stochastic rounding.
+"""8-bit and bfloat16 numbers: codes, blocks that share a scale, and stochastic rounding.
 
 May import from `_trees`. The folders above store moments in `Blocks`; the rules of `_arithmetic`
-read them as they read any other dtype, widened to float32.
+read them like any other dtype, widened to float32.
 """

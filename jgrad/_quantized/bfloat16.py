@@ -1,6 +1,6 @@
-"""Stochastic rounding of float32 numbers to bfloat16.
+"""Stochastic rounding from float32 to bfloat16.
 
-By operations on bits: XLA may skip a conversion to bfloat16 and back.
+It uses bit operations, because XLA may skip a conversion to bfloat16 and back.
 """
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
 
-_DROPPED = 16  # bits of a float32 that a bfloat16 has not
+_DROPPED = 16  # bits of a float32 that a bfloat16 does not have
 _QUIET = 0x400000  # with it, the mantissa of a NaN is not 0
 
 
@@ -38,5 +38,5 @@ def of_bits(bits: jax.Array) -> jax.Array:
 def _rounded_jvp(
     primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The slope of a conversion, as if nothing were rounded."""
+    """The derivative of a conversion, as if nothing were rounded."""
     return rounded(*primals), tangents[0].astype(jnp.bfloat16)

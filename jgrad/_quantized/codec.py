@@ -1,19 +1,19 @@
-"""Codecs: numbers as codes of some bits, those of 8 bits, and which moments take which of them.
+"""Codecs, which encode numbers in few bits: the 8-bit ones, and which moments use which.
 
-A code is the upper bits of a float32 number, its exponent counted from the smallest one in use, so
-that coding is integer arithmetic on bits: no table, no search, and no division that rounds. With
-the scale s of a block, the largest magnitude in it is in [s, 2 s):
+A code consists of the upper bits of a float32 number, with its exponent counted from the smallest
+one in use. Encoding is therefore integer arithmetic on bits, without tables, searches or rounded
+divisions. If a block has the scale s, its largest magnitude is in [s, 2 s):
 
     unsigned, uint8:  0, and 255 numbers from 1.125 2^-30 s to 3.75 s
     signed, int8:     0, and 127 numbers of each sign from 1.125 2^-14 s to 3.75 s
 
-Neighbours are 6 to 12% apart. A number in between is rounded stochastically, up or down so that the
-mean is right: to the nearest, a decay of 0.1% would never happen. An unsigned number above 0 is
-never rounded to 0, since the step after such a second moment would be too long; it is at least the
-smallest number. A signed number below the smallest one is 0. Numbers below the smallest normal
+Neighbours are 6 to 12% apart. A number in between is rounded up or down at random, so that the mean
+is right; with rounding to nearest, a decay of 0.1% would never happen. An unsigned number above 0
+becomes at least the smallest nonzero number, because a second moment of 0 would make the next step
+too long. A signed number below the smallest one becomes 0. Numbers below the smallest normal
 float32 count as 0.
 
-What was decoded is encoded as itself, since it is on the grid: s only changes by powers of two.
+Decoded numbers are encoded as themselves, because s only changes by powers of two.
 """
 
 import dataclasses

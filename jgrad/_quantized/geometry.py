@@ -1,4 +1,4 @@
-"""Which elements of an array share a scale, and everything that is reshaped for it."""
+"""Which elements of an array share a scale, and the reshapes that this takes."""
 
 import dataclasses
 import functools

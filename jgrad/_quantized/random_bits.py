@@ -1,12 +1,12 @@
 """Random bits without a key: a hash of (seed, step, leaf, element).
 
-So a step rounds alike on a tree, packed, on any number of devices, and after a resume. Nothing is
-kept in the state, and the program has no random number generator: the hash is ten integer
-operations per element, which XLA fuses into what is rounded. Inside `shard_map` an array may be a
-part of a leaf: `Part` says where its elements are.
+A step therefore rounds in the same way whether parameters are packed or not, on any number of
+devices, and after a restart. The state holds no key, and the program needs no random number
+generator: the hash is ten integer operations per element, which XLA fuses into the rounding. Inside
+`shard_map`, an array may be part of a leaf, and `Part` says where its elements are.
 
-Each leaf has two keys in each step. Two leaves have different ones in a step, and two steps for a
-leaf. A counter of steps that is saturated repeats them.
+In each step, each leaf has two keys, which differ between leaves and between steps. They repeat
+once the counter of steps is saturated.
 """
 
 import dataclasses
@@ -109,7 +109,7 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
 
 def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     """32 random bits for each element of a leaf, or of some rows of a buffer."""
-    # With explicit axes each device would otherwise make the bits of all.
+    # With explicit axes, each device would otherwise compute the bits of all devices.
     return random_bits(of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
 
 

@@ -1,12 +1,12 @@
-"""Bases of eigenvectors: how they begin, and how a power step turns them, many of a size together.
+"""Bases of eigenvectors: their start, and the power steps that turn many of a size together.
 
     begin:  Q = eigenvectors of L, those of the largest eigenvalues first
     turn:   Q' R = L Q, columns in the order of diag(Q^H L Q)
 
-The order matters to the decomposition alone, in which each column is made orthogonal to those
-before it. So it is undone afterwards: column i of Q' is what became of column i of Q, and whatever
-is counted in that basis, as Adam's second moment is, stays where it is. Other implementations
-permute it; one that forgets to mixes the moments of different directions.
+The order only matters for the decomposition, which makes each column orthogonal to those before it.
+It is undone afterwards, so that column i of Q' is what became of column i of Q, and anything stored
+in that basis, such as Adam's second moment, stays where it is. Other implementations permute the
+second moment; forgetting this would mix the moments of different directions.
 """
 
 import collections
@@ -34,17 +34,17 @@ from jgrad._trees.shardings import (
 
 KEEP, BEGIN, TURN = 0, 1, 2  # what an update does with all bases
 
-# Of all products here. By default, factors of float32 are rounded to bfloat16 on a TPU, and to ten
-# bits on a GPU: a basis would be off by a thousandth of a turn, and rotate by that.
+# For all products here. By default, float32 factors are rounded to bfloat16 on a TPU, and to ten
+# bits on a GPU, so a basis would be off, and rotate, by a thousandth of a turn.
 _PRECISION = jax.lax.Precision.HIGHEST
 
-# An eigenvalue is noise below so many times sqrt(size) roundings of the largest. Of random matrices
-# of a sixteenth of full rank, with sides of 64 to 2048, the others were 0.2 at most.
+# An eigenvalue is noise below this many times sqrt(size) rounding errors of the largest one. For
+# random matrices of a sixteenth of full rank, with sides of 64 to 2048, the noise was at most 0.2.
 _NOISE = 1
 
-# What is left of a column behind others is noise below this power of eps, times the largest
-# estimate. Columns that are nearly dependent multiply rounding: by up to 300 in float64, of random
-# matrices of a quarter to three quarters of full rank, with sides of 4 to 256.
+# What is left of a column after orthogonalization against earlier ones is noise below this power of
+# eps, times the largest estimate. Nearly dependent columns amplify rounding errors: by up to 300 in
+# float64, for random matrices of a quarter to three quarters of full rank, with sides of 4 to 256.
 _DEPENDENT = 0.75
 
 
@@ -140,10 +140,10 @@ def _begun(pairs: jax.Array) -> jax.Array:
     found = jnp.linalg.eigh(average)
     vectors = jax.lax.rev(found.eigenvectors, (2,))
     values = _without_noise(jax.lax.rev(found.eigenvalues, (1,)))[:, None]
-    # Of each vector the element of the largest magnitude is positive, on every platform.
+    # The element of the largest magnitude in each vector is positive, on every platform.
     largest = jnp.argmax(numerics.abs_squared(vectors), axis=1, keepdims=True)
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
-    # Those of a null space are noise: they are completed from the others.
+    # Vectors of a null space are noise, so they are completed from the others.
     indices = jnp.arange(size)[None, None]
     is_noise = (values == 0) | (indices >= jnp.sum(~is_dead, axis=1, keepdims=True))
     units = _units(is_dead, is_noise)

@@ -1,4 +1,4 @@
-"""Shampoo's factors of each matrix, as the state has them, and what they make of a gradient."""
+"""Shampoo's factors of each matrix, as the state stores them, and how a gradient changes them."""
 
 import functools
 import itertools
@@ -25,14 +25,14 @@ from jgrad._trees.shardings import is_sharded, on_automatic_axes
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
 
-# Rounding of a moment in 8 bits, in parts of its elements: what some updates leave of it is 0.1.
+# Relative rounding error of an 8-bit moment; averaged over some updates, it is about 0.1.
 _OF_CODES = 0.25
 
 
 class SoapFactors(NamedTuple):
-    """Averages and bases that `soap` keeps for a leaf, which is a matrix or a stack of matrices.
+    """Averages and bases that `soap` keeps for each leaf that is a matrix or a stack of matrices.
 
-    A side above `max_side` has neither average nor basis. The field names are a file format.
+    A side longer than `max_side` has None for both. Field names are part of the checkpoint format.
 
     Attributes:
       left: average of G G^H, of shape (..., rows, rows).
@@ -53,7 +53,7 @@ class SoapFactors(NamedTuple):
 
 
 SoapFactors.__module__ = "jgrad"
-# Of one leaf: one, or of a leaf that is split in blocks of several sizes a tuple of them.
+# For one leaf; a tuple if the leaf is split into blocks of several sizes.
 OfLeaf = tuple[SoapFactors, ...]
 _FIELDS = SoapFactors._fields
 
@@ -63,11 +63,11 @@ class SoapState(NamedTuple):
     """State of `soap`.
 
     Attributes:
-      step: number of updates done, an int32 scalar; it saturates.
+      step: number of completed updates, an int32 scalar; it saturates.
       mw: first moment, as in `OptState`.
-      vw: second moment; that of a matrix is in the basis of its factors.
-      factors: a tree like the parameters, with `left`, `right`, `left_basis` and `right_basis` of
-        each matrix, in float32 or wider; None for other leaves.
+      vw: second moment; for matrices, in the basis of their factors.
+      factors: a tree like the parameters with `SoapFactors` for matrices, or with `split` a tuple
+        of them, in float32 or wider; None for other leaves.
 
     Example:
       >>> tx = jgrad.soap(3e-3, matrices={"w": True, "b": False})
@@ -83,17 +83,17 @@ class SoapState(NamedTuple):
 
     @property
     def count(self) -> jax.Array:  # type: ignore[override]  # hides `tuple.count`
-        """The step, by optax's name."""
+        """optax's name for `step`."""
         return self.step
 
     @property
     def mu(self) -> PyTree:
-        """The first moment, by optax's name."""
+        """optax's name for `mw`."""
         return self.mw
 
     @property
     def nu(self) -> PyTree:
-        """The second moment, by optax's name."""
+        """optax's name for `vw`."""
         return self.vw
 
 

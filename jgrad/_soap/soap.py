@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenvectors of Shampoo's factors; all other leaves are AdamW's."""
+"""SOAP: Adam in the basis of the eigenvectors of Shampoo's factors, and AdamW for other leaves."""
 
 import functools
 import math
@@ -254,7 +254,7 @@ def soap(
     moment_dtype: MomentDType = None,
     full_precision: Mask = None,
 ) -> Transformation:
-    """SOAP for matrices, which is Adam in Shampoo's eigenbases, and AdamW for all other leaves.
+    """SOAP, which is Adam in Shampoo's eigenbases, for matrices, and AdamW for all other leaves.
 
         m'  = beta1 m + (1 - beta1) g
         v'  = beta2 v + (1 - beta2) |P^H g Q|^2
@@ -262,76 +262,81 @@ def soap(
         w'  = w - learning_rate (d + weight_decay w)
         L'  = shampoo_beta L + (1 - shampoo_beta) g g^H,  R' the same of g^H g
 
-    with the bases P and Q, eigenvectors of L and R. In each `every`-th update one power step turns
-    them: P' is that of the decomposition P' T = L' P, with columns taken in the order of diag(P^H
-    L' P) and put back, so that v stays with them. Q' is computed in the same way.
+    where the columns of P and Q approximate the eigenvectors of L and R. Every `every` updates, one
+    power step refines them: P' is the orthogonal factor of the QR decomposition P' T = L' P, with
+    columns sorted by diag(P^H L' P) for the decomposition and put back afterwards, so that v still
+    matches them. Q' is computed in the same way.
 
-    The root of v' counts as no less than what rounding leaves of m' in the bases, in float32, in
-    bfloat16 or in 8 bits. Otherwise a direction in which gradients have no part would be noise
-    divided by nothing.
+    The root of v' is bounded below by the rounding error of m' in these bases, in float32, bfloat16
+    or 8 bits. Otherwise, directions in which the gradient vanishes would be noise divided by almost
+    zero.
 
-    The first update initializes P and Q, and moves nothing (`first_step="skip"`); t counts the
-    updates after it. All products are in float32 or wider, by `jax.lax.Precision.HIGHEST`, since
-    bases in TensorFloat-32 or bfloat16 are off by more than a step turns them.
+    The first update only initializes P and Q and moves no matrices (`first_step="skip"`); t counts
+    the updates after it. All matrix products are in float32 or wider with
+    `jax.lax.Precision.HIGHEST`, because errors from TensorFloat-32 or bfloat16 would exceed what a
+    power step changes.
 
-    Rows and columns without any gradient are directions by themselves, to the last bit, so weights
-    there do not move. Other steps have no bound, since m' turns with the bases, and v' does not.
+    In rows and columns that never have a gradient, weights do not move at all. Elsewhere, steps
+    have no upper bound, because m' is rotated with the bases and v' is not.
 
-    Derivatives through an update treat P and Q as constants. Those in the learning rate are exact
-    until the first power step, and close from then on. Those in weights or gradients are useless:
-    on a full batch they are 10^4 times too large, since the same gradient made the bases.
+    If you differentiate through an update, P and Q are treated as constants. Derivatives with
+    respect to the learning rate are exact until the first power step, and close after it.
+    Derivatives with respect to weights or gradients are useless: on a full batch they are 10^4
+    times too large, because the bases come from the same gradient.
 
     Args:
-      learning_rate: of matrices. A number in [0, inf), an array, or a schedule, which is a function
-        of the number of updates done (0 at the first); or a prefix tree or `by_path` of those.
-        `update(..., learning_rate=x)` overrides it for one call, and so do the names of the other
-        numbers.
-      matrices: which leaves are matrices: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one. Required. `hidden_matrices()` chooses by names and
-        shapes. They are not packed with other leaves.
-      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of those.
-      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of those.
-      shampoo_beta: decay rate of L and R, in [0, 1): a number, a schedule, or a tree of those.
-      every: updates from one power step to the next, at least 1.
+      learning_rate: for matrices. A number in [0, inf), an array, or a schedule, which is a
+        function of the number of completed updates (0 for the first); or a prefix tree or `by_path`
+        of these. `update(..., learning_rate=x)` overrides it for one call; the other numeric
+        options can be overridden in the same way.
+      matrices: which leaves are matrices: a prefix tree of bools, or a function that returns one
+        from the parameters' `jax.ShapeDtypeStruct`s. Required. `hidden_matrices()` chooses by names
+        and shapes. Matrices cannot be packed.
+      beta1: decay rate of the first moment, in [0, 1): a number, a schedule, or a tree of these.
+      beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of these.
+      shampoo_beta: decay rate of L and R, in [0, 1): a number, a schedule, or a tree of these.
+      every: number of updates from one power step to the next, at least 1.
       epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
-        of those.
-      max_side: a side of more rows or columns keeps the identity for its basis, and has no factor.
-      weight_decay: in [0, inf): a number, a schedule, or a tree of those. Decoupled from the
+        of these.
+      max_side: the longest side that has a factor and a basis. For a longer one, the basis is the
+        identity.
+      weight_decay: in [0, inf): a number, a schedule, or a tree of these. It does not enter the
         moments.
-      weight_decay_mask: prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one; leaves with False have no weight decay, whether
-        they are matrices or not.
-      weight_decay_rule: "decoupled", "cautious" or "independent", as in `adam`, of d.
-      first_step: "skip"; or "adam", with which the first update is a step of Adam, w' = w -
-        learning_rate (g / (|g| + epsilon) + weight_decay w), whose moments are forgotten.
-      output_axes: which axes of a leaf are outputs: an int or a tuple of ints, or a prefix tree of
-        those. What is neither an output nor in `layer_axes` is input. Rows are those of both that
-        come first in the leaf.
-      split: blocks of outputs that are matrices of their own, as in `muon`. The state then has
-        factors of each block.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those, as
-        in `muon`. There a device has the factors of each of its matrices as a whole.
-      layer_axes: axes of a leaf with a matrix for each index: layers for `lax.scan`, experts,
-        heads. An int, a tuple of ints, or None, or a prefix tree of those.
+      weight_decay_mask: a prefix tree of bools, or a function that returns one from the parameters'
+        `jax.ShapeDtypeStruct`s. Leaves marked False have no weight decay, whether they are matrices
+        or not.
+      weight_decay_rule: "decoupled", "cautious" or "independent", as in `adam`, with d in place of
+        delta.
+      first_step: "skip", or "adam", which makes the first update a step of Adam, w' = w -
+        learning_rate (g / (|g| + epsilon) + weight_decay w), and then discards its moments.
+      output_axes: which axes of a leaf are outputs: an int, a tuple of ints, or a prefix tree of
+        these. All other axes except `layer_axes` are inputs. Whichever of the two come first in the
+        leaf are the rows.
+      split: how to split fused leaves into separate matrices, as in `muon`. The state then has
+        factors for each of them.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
+        in `muon`. There each device holds the full factors of each of its matrices.
+      layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
+        heads: an int, a tuple of ints, None, or a prefix tree of these.
       shard_over: under `jit`, a mesh axis or a tuple of axes over which the power steps of bases of
-        one size are dealt out. The mesh is that of the leaves, or that of `jax.set_mesh`.
-      adam_learning_rate: of all other leaves, as `learning_rate`; None for the same.
-      adam_beta1: of all other leaves; None for `beta1`.
-      adam_beta2: of all other leaves; None for `beta2`.
-      adam_epsilon: of all other leaves; None for `epsilon`.
-      adam_weight_decay: of all other leaves; None for `weight_decay`.
-      moment_dtype: dtype of the moments; None for the parameter's, but at least float32; "8bit" for
-        `Blocks`, as in `adam`. Factors are in float32 or wider: codes of a basis would not be
-        orthogonal.
-      full_precision: with "8bit", leaves that are not stored in 8 bits: a prefix tree of bools, or
-        a function of the parameters' `jax.ShapeDtypeStruct`s that returns one.
+        the same size are distributed. The mesh is that of the leaves or of `jax.set_mesh`.
+      adam_learning_rate: learning rate of all other leaves; None for `learning_rate`.
+      adam_beta1: beta1 of all other leaves; None for `beta1`.
+      adam_beta2: beta2 of all other leaves; None for `beta2`.
+      adam_epsilon: epsilon of all other leaves; None for `epsilon`.
+      adam_weight_decay: weight decay of all other leaves; None for `weight_decay`.
+      moment_dtype: dtype of the moments. None uses the parameter's dtype, but at least float32;
+        "8bit" stores `Blocks`, as in `adam`. Factors and bases stay in float32 or wider, because a
+        basis in 8 bits would not be orthogonal.
+      full_precision: with "8bit", which leaves not to store in 8 bits: a prefix tree of bools, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s.
 
     Returns:
       A transformation with state `SoapState(step, mw, vw, factors)`.
 
     Raises:
-      ValueError: a Python number out of range, an unknown name, or a packed matrix.
-      TypeError: an option of the wrong kind, or no `matrices`.
+      ValueError: a Python number is out of range, a name is unknown, or a matrix is packed.
+      TypeError: an option has the wrong type, or `matrices` is missing.
 
     Example:
       >>> params = grads = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -342,7 +347,8 @@ def soap(
       ((3, 3), None)
 
     Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam" (2024), algorithms 3
-      and 4; the first step, the order of columns and corrections: `soap.py` of nikhilvyas/SOAP.
+      and 4; the first step, the order of columns and the bias corrections follow `soap.py` of
+      nikhilvyas/SOAP.
     """
     given = _OPTIONS.check(_NAME, locals())
     check_matrices(_NAME, given.matrices)

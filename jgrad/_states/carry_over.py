@@ -1,4 +1,4 @@
-"""`carry_over`: a state in the form of another recipe, and an account of what became of it."""
+"""`carry_over` converts a state for another recipe, and reports what became of each part."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -30,58 +30,59 @@ def carry_over(
     reset: PyTree | Callable[[PyTree], PyTree] = None,
     momentum: Momentum | None = None,
 ) -> tuple[PyTree, Account]:
-    """Converts the state of one optimizer to that of another, and returns an account of it.
+    """Converts the state of one optimizer to that of another, and returns a record of what it did.
 
         state[part, leaf] = old[part, leaf]    where `old` has it, in the form that `like` has
                           = w                  `master`, `average` and `z`
                           = like[part, leaf]   others, or what `init` makes of these shapes
 
-    Parts are matched by what they mean and by the paths of their parameters, so wrappers may be
-    added, removed and reordered, and `old` may be a state of jgrad or optax, or what orbax restores
-    without a target. The `value` of a flax variable does not belong to a path. Arrays are converted
-    to 8 bits or back, and trees are packed or unpacked. Where several parts mean the same, the
-    first goes to the first, so that a state of the same recipe comes back bit for bit. For two
-    `nnx.Optimizer`s of flax, give the `opt_state` of each; `nnx.update(new.opt_state,
-    nnx.state(state))` puts the result into the second.
+    Parts are matched by their meaning and by the paths of their parameters, so you can add, remove
+    and reorder wrappers. `old` may come from jgrad, from optax, or from orbax restoring without a
+    target. The `value` of a flax variable is not part of a path. Arrays are converted to 8 bits or
+    back, and trees are packed or unpacked, as needed. If several parts have the same meaning, they
+    are matched in order, so a state of the same recipe comes back bit for bit. With flax's
+    `nnx.Optimizer`, pass the `opt_state` of each, and put the result into the new one by
+    `nnx.update(new.opt_state, nnx.state(state))`.
 
-    Only what is certain is converted. A second moment is never made up: where `old` has a first one
-    alone, begin anew by `tx.init(params)`, or by `reset`, which keeps the step. First moments are
-    certain beside second ones of the same kind, as in `adam`, `lamb`, `soap`, `optax.adamw`. Others
-    may be averages or sums, of gradients or of steps, and their states look alike. If both states
-    have one structure, they are kept, with a note: that is right only for the same method.
-    Otherwise say by `momentum` what becomes of them, and also of second moments of `adafactor`,
-    whose bias nothing corrects.
-    States of `optax.adamax`, `optax.contrib.adopt` and of `optimizer_of_leaf` with two moments look
-    like Adam's: pass `reset=True` where they are not.
+    Only unambiguous parts are converted. A second moment is never made up: if `old` only has first
+    moments, start again with `tx.init(params)`, or use `reset`, which keeps the step. First moments
+    are unambiguous beside second moments of the same kind, as in `adam`, `lamb`, `soap` and
+    `optax.adamw`. Others may be averages or sums, of gradients or of steps, and nothing in the
+    state tells which. If both states have the same structure, they are kept, with a note, which is
+    only right if the method is the same. Otherwise, decide by `momentum` what happens to them, and
+    also to second moments of `adafactor`, which are not bias-corrected.
+
+    States of `optax.adamax`, `optax.contrib.adopt` and an `optimizer_of_leaf` with two moments look
+    like Adam's. Pass `reset=True` if they mean something else.
 
     Args:
-      old: a state, of arrays.
-      like: what the new `tx.init(params)` returns, or the shapes of it by
-        `jax.eval_shape(tx.init, params)`. Of arrays, those are taken that `old` does not have.
-      params: the parameters, where the state has copies or averages of weights that `old` does not
-        have. Copies in float32 are made of those in `old`, if it has some.
-      strict: an error where anything is dropped or new.
-      rename: the new path of each old one, of leaves or of whole subtrees: {"encoder/l0":
-        "encoder/layers/0"}. Keys are joined by slashes.
-      reset: moments to set to zero: a prefix tree of bools, `by_path`, or a function of the
-        parameters' `jax.ShapeDtypeStruct`s that returns one. Without `params`, the shapes are those
-        of the first tree of moments in `like`. True resets all of them.
-      momentum: what becomes of moments that are not certain: "keep" takes them as they are,
-        right if both methods keep the same, as `optax.sgd` and `gradient_descent` do, or
-        `optax.lion` and `lion`; "reset" sets first ones to zero. None is an error, unless the
-        states have one structure.
+      old: the old state, with arrays.
+      like: the result of the new `tx.init(params)`, or its shapes from `jax.eval_shape(tx.init,
+        params)`. If it has arrays, they supply what `old` does not have.
+      params: the parameters, needed if the new state has copies or averages of weights that `old`
+        does not have. Float32 copies in `old` take precedence.
+      strict: True raises an error if anything is dropped or new.
+      rename: a dict from old to new paths of leaves or whole subtrees, with keys joined by slashes,
+        such as {"encoder/l0": "encoder/layers/0"}.
+      reset: moments to set to zero: True for all of them, a prefix tree of bools, `by_path`, or a
+        function that returns one from the parameters' `jax.ShapeDtypeStruct`s. Without `params`,
+        the function gets the shapes of the first tree of moments in `like`.
+      momentum: what to do with ambiguous moments. "keep" takes them over, which is right if both
+        methods store the same thing, as `optax.sgd` and `gradient_descent` do, or `optax.lion` and
+        `lion`; "reset" sets first moments to zero. None raises an error, unless both states have
+        the same structure.
 
     Returns:
-      `(state, account)`. The state has the structure, shapes and dtypes of `like`; no two of its
-      leaves are one array. What needs no conversion is the array of `old`. `str(account)` has a
-      line for the leaves of a part that went one way; its attributes are tuples of all names. It is
-      static.
+      `(state, account)`. The state has the structure, shapes and dtypes of `like`. Leaves that need
+      no conversion are the arrays of `old`, and no two leaves share an array. The `Account` records
+      what was done: `str(account)` has a line for leaves that were treated alike, and its
+      attributes are tuples of all names. It is static.
 
     Raises:
-      ValueError: a first moment is not certain, a second one is missing, a leaf has another shape,
-        nothing fits, parameters are missing, a path in `rename` is not there; with `strict`,
-        anything is dropped or new.
-      TypeError: `like` is a transformation, or a leaf is of another kind.
+      ValueError: a first moment is ambiguous, a second one is missing, a leaf has another shape,
+        nothing matches, parameters are missing, or a path in `rename` does not exist; with
+        `strict`, anything is dropped or new.
+      TypeError: `like` is a transformation, or a leaf has the wrong type.
 
     Example:
       >>> params = {"w": jnp.ones((64, 128))}

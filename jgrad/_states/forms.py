@@ -1,4 +1,4 @@
-"""One leaf of a state in the form of another: a dtype, or 8 bits."""
+"""Converts one leaf of a state to the form of another: its dtype, or 8 bits."""
 
 from typing import Any
 

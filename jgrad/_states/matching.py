@@ -1,8 +1,8 @@
-"""Which leaves of an old state each leaf of a new one is made of, and the account of it.
+"""Which leaves of an old state each leaf of a new one is made from, and the account of it.
 
-The k-th leaf with a meaning is the k-th of the old state. Numbers of a wrapper mean the same where
-it sees the same parameters. A first moment that may be another thing than that of the old state
-needs a word of the user.
+The k-th leaf with a meaning corresponds to the k-th one in the old state. Numbers of a wrapper mean
+the same if it sees the same parameters. If a first moment may mean something else than that of the
+old state, the user has to decide.
 """
 
 import collections
@@ -55,20 +55,21 @@ class Entry(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, repr=False)
 class Account:
-    """What `carry_over` did with each part of a state; `str(account)` says it line by line.
+    """A record of what `carry_over` did with each part of a state; `str(account)` lists it.
 
-    Each attribute is a tuple of names such as `mw/embed/table`. It is static, so that functions
+    Each attribute is a tuple of names such as `mw/embed/table`. An account is static, so functions
     under `jax.jit` can return it.
 
     Attributes:
-      kept: bit for bit.
-      converted: to another dtype, to 8 bits or back, from a mean to a sum, or back.
-      of_weights: made of the parameters, or of the float32 copies in `old`.
-      from_like: what `old` does not have, and starts as in `like`.
-      zero: what starts at zero because `old` does not have it.
-      reset: what starts at zero because `reset` or `momentum` says so.
-      dropped: what `like` has no place for.
-      notes: sentences about what the new optimizer makes of it.
+      kept: arrays that were taken over bit for bit.
+      converted: arrays that were converted to another dtype, to 8 bits or back, or from a mean to a
+        sum or back.
+      of_weights: arrays made from the parameters, or from float32 copies in `old`.
+      from_like: arrays that `old` does not have, and that start as in `like`.
+      zero: arrays that start at zero because `old` does not have them.
+      reset: arrays that start at zero because `reset` or `momentum` says so.
+      dropped: arrays that have no counterpart in `like`.
+      notes: remarks on what this means for the new optimizer.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -132,10 +133,10 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
 
 
 Momentum = Literal["keep", "reset"]
-_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None of one that is not
+_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None if it isn't
 KEEP = "keep"
 
-# What an array is made of, beside one that is carried over as it is; as accounts say it.
+# What an array is made from if it is not carried over as it is, in the words of accounts.
 IDENTITY = "the identity, in which moments are Adam's"
 MEAN, SUM, ONE = "the mean of a sum", "the sum of a mean", "1; `like=tx.init(params)` has others"
 

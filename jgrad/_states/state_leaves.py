@@ -1,8 +1,8 @@
-"""What a state is made of: each leaf by its meaning, and by the path of its parameter.
+"""The leaves of a state, by their meaning and by the path of their parameter.
 
-A state is wrappers around wrappers, chains and partitions, around moments. States of jgrad say what
-their fields are. Those of optax do not, and files that are read without a target have dictionaries
-of the fields instead: of these this file knows some names. All others are somebody's numbers.
+A state consists of nested wrappers, chains and partitions, with moments inside. jgrad's states
+declare what their fields mean. optax's don't, and files restored without a target have dictionaries
+of the fields instead; this file knows some of their names. Anything else is left uninterpreted.
 """
 
 import collections
@@ -25,7 +25,7 @@ MOMENTS, ADAFACTOR, ACCUMULATE, MASTER = "moments", "adafactor", "accumulate", "
 MW, VW, PER_OUTPUT, IN_BASES = "mw", "vw", "vw per output", "vw in bases"
 OF_PARAMETERS = ("moment", "weights", "sum")  # roles of trees like the parameters
 
-# What first moments are; only the first two say of which method.
+# What first moments are; only the first two identify the method.
 AVERAGES = "averages of gradients, as in `adam`"
 OF_STEPS = "averages of steps, as in `adafactor`"
 ALONE = "momentum of `gradient_descent`, `lars`, `lion` or `muon`"
@@ -33,12 +33,12 @@ BESIDE_OUTPUTS = "momentum beside second moments of outputs"
 CERTAIN = (AVERAGES, OF_STEPS)
 # What second moments are.
 SQUARES = "averages of squares, as in `adam`"
-OF_FACTORED = "averages of squares, as in `adafactor`"  # which corrects no bias
+OF_FACTORED = "averages of squares, as in `adafactor`"  # without bias correction
 
 # Fields that hold the state of what is inside, in jgrad and in optax.
 _LABELED = "inner_states"  # of a partition: a state for each label
 _INSIDE = "inner", "inner_state", _LABELED, "inner_opt_state", "base_optimizer_state", "opt_state"
-# States of optax, and the fields that tell them.
+# States of optax, and the fields by which they are recognized.
 _MOMENTS = {"mu": MW, "trace": MW, "ema": MW, "nu": VW}
 _OF_MOMENTS = FieldRoles(
     MOMENTS,
@@ -56,8 +56,8 @@ _TOLD_BY = {
     "hyperparams": _COUNTER,
 }
 _KNOWN = {*_INSIDE, *_TOLD_BY, "mw", "vw", "count", "step", "mini_step", "done"}
-# Whose second moments are averages of squares that are counted, and whose first ones beside them of
-# gradients.
+# Methods whose second moments are counted averages of squares, beside first moments that are
+# averages of gradients.
 _AS_ADAM = ({"count", "mu", "nu"}, {"count", "mu", "nu", "nu_max"}, {"count", "nu"})
 _NOT_AS_ADAM = ("ScaleByBeliefState", "ScaleByNovogradState")  # with the fields of Adam's
 

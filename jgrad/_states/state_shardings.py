@@ -1,4 +1,4 @@
-"""The sharding of each array of a state, for parameters on a mesh."""
+"""The shardings of a state, for parameters on a mesh."""
 
 import dataclasses
 import math
@@ -34,34 +34,34 @@ def state_shardings(
     *,
     shard_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:
-    """Returns the sharding of each array of a state, in which moments follow their parameters.
+    """Returns the shardings of a state, in which moments are sharded like their parameters.
 
         sharding(mw[leaf]) = sharding(vw[leaf]) = sharding(w[leaf]);  all else is replicated
 
-    With `shard_over`, moments are sharded over one more mesh axis, so that each device along it has
-    1/n of the state: ZeRO-1.
+    With `shard_over`, moments are sharded over an additional mesh axis, so that each of the n
+    devices along it holds 1/n of the state, as in ZeRO-1.
 
-    Use it in `jax.jit(tx.init, out_shardings=...)`, as `out_shardings` of a train step, and to
-    restore a checkpoint.
+    Use it for `out_shardings` of `jax.jit(tx.init)` and of a train step, and to restore a
+    checkpoint.
 
     Args:
       tx: a transformation whose state holds trees like the parameters.
       params: arrays, or `jax.ShapeDtypeStruct`s.
-      params_shardings: tree of `jax.sharding.NamedSharding`, or a prefix of one; None for those of
-        `params`.
-      shard_over: a mesh axis, or a tuple of axes, over which moments are sharded as well, along the
-        first axis of each array that can be divided further; packed buffers along rows. An array
-        that cannot be divided, or whose parameter is sharded over it already, has the sharding of
-        its parameter. Under `jit`, give the result to `out_shardings`, with the shardings of the
-        parameters; in `shard_map` and `pmap`, see `zero`.
+      params_shardings: a tree of `jax.sharding.NamedSharding`, or a prefix of one; None uses the
+        shardings of `params`.
+      shard_over: a mesh axis, or a tuple of axes, over which moments are also sharded, along the
+        first axis of each array that can be divided further; packed buffers along their rows. An
+        array that cannot be divided, or whose parameter is already sharded over this mesh axis, has
+        the sharding of its parameter. Under `jit`, pass the result to `out_shardings`, together
+        with the shardings of the parameters. In `shard_map` and `pmap`, see `zero`.
 
     Returns:
       A tree like the state, with a sharding for each array; that of `offload` is in host memory.
 
     Raises:
-      TypeError: something is not a NamedSharding, or `tx` is not a transformation.
-      ValueError: trees of different structure, a sharding that does not fit its parameter, or a
-        mesh without such an axis.
+      TypeError: a sharding is not a NamedSharding, or `tx` is not a transformation.
+      ValueError: tree structures do not match, a sharding does not fit its parameter, or the mesh
+        does not have the axis.
 
     Example:
       >>> from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -174,7 +174,7 @@ class _Shardings:
                 continue
             if packing.is_packed(params):
                 followed = params.buffers.get(name)
-                if leaf is None:  # moments of some leaves alone have fewer rows
+                if leaf is None:  # moments of only some leaves have fewer rows
                     followed = _with_rows_of(followed, buffer.shape)
             else:
                 followed = None if leaf is None else self.leaves[leaf]

@@ -1,4 +1,4 @@
-"""Trees side by side, and checks that name the argument and the leaf.
+"""Trees of different depth, and checks that name the argument and the leaf.
 
 Imports nothing of jgrad.
 """

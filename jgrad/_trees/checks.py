@@ -1,7 +1,7 @@
 """Checks of arguments, at trace time: they leave nothing in the compiled program.
 
 Every message names the function, the argument, the leaf's path, what came and what was expected.
-chex makes the assertions that it has; this file writes the messages, since chex prints both trees.
+chex makes the assertions that it has, but would print both trees, so this file writes the messages.
 
 A `ValueError` is about structure, shape or value; a `TypeError` is about the kind of an object.
 """
@@ -21,7 +21,7 @@ from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.protocols import Leaf, PyTree
 
-# The remedy where a number of Python is needed, and an array came.
+# The remedy if an array is passed where a Python number is needed.
 INJECTED = "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`"
 
 _SHOWN = 3  # places named in a message about structure
@@ -133,7 +133,7 @@ class ArgLeaves(NamedTuple):
 
 def _as_jax_array(x: Leaf) -> Leaf:
     if isinstance(x, jax.Array):
-        return x  # the short way, taken by thousands of leaves
+        return x  # the fast path, for thousands of leaves
     return jnp.asarray(x) if is_number(x) or is_numeric(x) else x
 
 

@@ -1,10 +1,10 @@
-"""What a user's call should have been, and the transformation that it made.
+"""Messages that show what a call should have been, and the transformations that users get.
 
-Names that are not ours, as other libraries have them and as jgrad itself had them: one table of
-options serves the factories and the keywords of `update`, two others functions. An option that has
-no effect without another one is an error that names both. An array passes, since it may be traced,
-or be the default of a number, of which `optax.inject_hyperparams` makes one. What only describes
-the parameters, as `layer_axes` and `mesh_axes` do, needs nothing.
+The tables have names from other libraries and from earlier versions of jgrad: one of options, for
+factories and for the keywords of `update`, and two of functions. An option that has no effect
+without another one raises an error that names both. Arrays are accepted, because they may be
+traced, or may be a default that `optax.inject_hyperparams` turned into an array. Options that only
+describe the parameters, such as `layer_axes` and `mesh_axes`, need no other option.
 """
 
 import difflib
@@ -26,7 +26,7 @@ _LONGEST = 80  # characters of one argument
 class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax: no types
     """What a factory of this library returns: `init` and `update`, and how it was called."""
 
-    # optax's types say that a state is an array or a tree of arrays, which no NamedTuple is.
+    # According to optax's types, a state is an array or a tree of arrays, which no NamedTuple is.
     init: Callable[[Any], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Callable[..., tuple[Any, Any]]
     call: tuple[str, tuple[Any, ...], Mapping[str, Any]] | None = None
@@ -41,7 +41,7 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
 
 def _short(x: Any) -> str:
     if _is_transformation(x):
-        return repr(_Leaf(x))  # as long as it is: what stands inside is what one looks for
+        return repr(_Leaf(x))  # in full length, because readers look for what is inside
     text = repr(jax.tree.map(_Leaf, x, is_leaf=_is_transformation))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
@@ -163,7 +163,7 @@ _Result = TypeVar("_Result")
 _LIKENESS = 0.8  # of a misspelt keyword, as `difflib` measures it
 _LIKENESS_OF_BEGINNINGS = 0.6  # of the first words: `weightdecay` begins with one word more
 
-# What optax, PyTorch and others call an option. A function is told of those that it has.
+# What optax, PyTorch and others call an option. A message only names options that the function has.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     "step_size": ("learning_rate",),
@@ -220,7 +220,7 @@ _METHODS = "gradient_descent adam lion lars lamb adafactor muon soap"
 _OPTAX = "`optax.{0}({1}=...)`, which works beside jgrad"
 _CONTRIB = "`optax.contrib.{0}({1}=...)`, which works beside jgrad"
 _WIDE = "nothing: it is float32, or wider where a parameter is"
-# Functions of ours, what optax and PyTorch have there and jgrad has not, and what to use instead.
+# Our functions, options of optax and PyTorch that they lack, and what to use instead.
 _LACKING = (
     ("adam scale_by_adam", "nesterov eps_root", _OPTAX),
     ("adam", "amsgrad", "`optax.amsgrad`, which works beside jgrad"),
@@ -256,7 +256,7 @@ LACKING = {
     for option in options.split()
 }
 
-# What others call a function, in lower case without underscores: ours, and what to add.
+# Other libraries' names of functions, in lower case without underscores: ours, and what to add.
 FUNCTIONS = {
     "adamw": ("adam", " with `weight_decay=`"),
     "sgd": ("gradient_descent", ""),

@@ -1,28 +1,28 @@
-"""The other forms of an array, each a leaf for this library: in 8 bits, or by rows and columns."""
+"""Forms of an array that count as one leaf: in 8 bits, or factored into rows and columns."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
-# Elements of a global array from which it is stored in 8 bits: below, nothing is gained.
+# Number of elements of a global array from which it is stored in 8 bits; smaller ones gain nothing.
 SMALLEST = 4096
 
 
 class Blocks(NamedTuple):
-    """An array in 8 bits, with a code for each element and a scale for each block of 256.
+    """An 8-bit array, with a code for each element and a scale for each block of 256.
 
         element = decode(code) scale
 
-    An 8-bit moment in an `OptState`. The field names are a file format: checkpoints hold them.
-    `jgrad.carry_over` makes arrays of them.
+    Moments have this form if you choose `moment_dtype="8bit"`. Field names are part of the
+    checkpoint format. `jgrad.carry_over` converts them to ordinary arrays.
 
     Attributes:
-      codes: of the array's shape; int8 for a first moment, uint8 for a second one.
-      scale: float32, a power of two for each block, and 0 for a block of zeros. Its shape is
-        (..., n / 256) where the last axis n is a multiple of 256; else (blocks,) of the flattened
-        array, or where layers are stacked (..., blocks), with the size of each stacked axis and 1
-        for each other one.
+      codes: in the shape of the array; int8 for a first moment, uint8 for a second one.
+      scale: in float32, a power of two for each block, or 0 if the block is all zeros. If the last
+        axis n is a multiple of 256, its shape is (..., n / 256). Otherwise it is (blocks,) for the
+        flattened array or, with stacked layers, (..., blocks), with the size of each stacked axis
+        and 1 for each other one.
 
     Example:
       >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
@@ -34,11 +34,11 @@ class Blocks(NamedTuple):
       'float32'
     """
 
-    codes: Any  # arrays, or what JAX and its users put in their place
+    codes: Any  # arrays, or whatever JAX and its users put in their place
     scale: Any
 
     def __repr__(self) -> str:
-        # Of kinds and shapes: nobody reads codes, and states are printed with many of them.
+        # Only kinds and shapes: nobody reads codes, and printed states have many of them.
         return f"Blocks({', '.join(map(in_short, self))})"
 
     @property
@@ -63,17 +63,17 @@ Blocks.__module__ = "jgrad"  # where users import it from, and what a pickle nam
 
 
 class Factors(NamedTuple):
-    """Averages of the squares of a matrix over its rows and over its columns.
+    """Averages of the squares of a matrix over its inputs and over its outputs.
 
         element = rows columns / (mean of the rows of its matrix)
 
-    A second moment of `adafactor` in an `OptState`. The field names are a file format: checkpoints
-    hold them. Of a matrix with n outputs and m inputs these are n + m numbers.
+    `adafactor` stores second moments in this form: n + m numbers for a matrix with n outputs and m
+    inputs. Field names are part of the checkpoint format.
 
     Attributes:
-      rows: a number for each output, the mean over its inputs; of the array's shape, with inputs of
-        size 1.
-      columns: a number for each input, the mean over its outputs; with outputs of size 1.
+      rows: for each output, the mean over its inputs; in the shape of the array, with size 1 for
+        inputs.
+      columns: for each input, the mean over its outputs; with size 1 for outputs.
 
     Example:
       >>> state = jgrad.adafactor(1e-2).init({"w": jnp.ones((512, 256)), "b": jnp.zeros(256)})
@@ -92,12 +92,12 @@ class Factors(NamedTuple):
 
     @property
     def ndim(self) -> int:
-        """Likewise."""
+        """That of the array."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Likewise."""
+        """That of the array."""
         return int(np.prod(self.shape))
 
     @property

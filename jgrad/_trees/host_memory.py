@@ -1,4 +1,4 @@
-"""Host memory: whether there is one beside the device's, what lies there, and moving it."""
+"""Host memory: whether the backend has it, which arrays are there, and moving them."""
 
 import functools
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Rules by the path of a leaf: which rule of several is that of which leaf.
+"""Rules for paths: which rule applies to which leaf.
 
-A path is a sequence of keys. Keys of a dictionary, attributes and indices read alike, so that one
-rule fits a model of any library: `layers/0/kernel`. A key that holds slashes, as haiku's do, and a
-tuple as a key, as of `flax.traverse_util.flatten_dict`, are several keys.
+A path is a sequence of keys. Dictionary keys, attributes and indices are written alike, so that one
+rule, such as `layers/0/kernel`, fits models of any library. A key with slashes, as in haiku, counts
+as several keys, and so does a tuple, as from `flax.traverse_util.flatten_dict`.
 """
 
 import difflib
@@ -181,7 +181,7 @@ class PathRules:
             hidden = [path for path in masked() if _may_match(pattern.split("/"), keys_of(path))]
             exact = [path for path in masked() if _matches(pattern, _texts(path))]
             begin = f"{begin}rule {pattern!r}: no leaf matches it; "
-            # With `**`, a misspelt rule may be that of leaves in anything that is masked.
+            # With `**`, a misspelt rule may match leaves in anything that is masked.
             if exact or (hidden and _ANY_KEYS not in pattern.split("/")):
                 expected = "expected rules for the leaves that are left"
                 raise ValueError(f"{begin}{_masked(exact or hidden)}; {expected}.")

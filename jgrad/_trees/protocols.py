@@ -1,7 +1,7 @@
-"""Types: aliases, and the `__jgrad_*__` protocols by which objects say something of themselves.
+"""Types: aliases, and the `__jgrad_*__` protocols by which objects describe themselves.
 
 Between two wrappers there may be transformations of other libraries, and a state may come from one.
-So nobody asks which type an object has, but whether its type has one of these attributes:
+Code therefore never checks the type of an object, but whether its type has one of these attributes:
 
 - `__jgrad_rules__` is a tree of rules for jgrad's options, of what `by_path` returns, which is a
   function to optax.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar
 
 PyTree = Any
-Leaf = Any  # an array or a number, `Blocks`, a shape, None, or what else a model has
+Leaf = Any  # an array or a number, `Blocks`, a shape, None, or whatever else a model has
 KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
 
 

@@ -1,8 +1,9 @@
-"""What the type of an array says of its place on a mesh, and what to do about it.
+"""What the type of an array says about its sharding, and what to do about it.
 
-With explicit axes a type says how an array is sharded, and JAX refuses operations whose result
-might be sharded in several ways. With automatic axes it only says that there is a mesh. Inside
-`shard_map` it may say along which axes an array varies. All here works in each supported JAX.
+On meshes with explicit axes, the type says how an array is sharded, and JAX raises an error for
+operations whose result could be sharded in several ways. With automatic axes, it only says that
+there is a mesh. Inside `shard_map`, it may say along which axes an array varies. Everything here
+works in each supported version of JAX.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._trees.protocols import PyTree
 
-# How JAX names the axis of a `pmap` that was given none. Private, checked in JAX 0.8 to 0.12.
+# JAX's name for the axis of a `pmap` without one. Private; checked in JAX 0.8 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"
 
 
@@ -137,7 +138,7 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
     Also of a `jax.ShapeDtypeStruct`.
     """
     varying: set[str] = set()
-    for x in arrays:  # what types say of it is not documented, checked in JAX 0.8 to 0.12
+    for x in arrays:  # what types say about it is undocumented; checked in JAX 0.8 to 0.12
         kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
         if hasattr(jax.ShapeDtypeStruct, "manual_axis_type"):
             varying.update(() if kind.manual_axis_type is None else kind.manual_axis_type.varying)

@@ -1,10 +1,10 @@
-"""A share of an update: one layer of a stack, or all leaves that no stack has.
+"""A share of an update: one layer of a stack, or leaves that are in no stack.
 
-`step_in_backward` updates a layer as soon as its gradient is known, so a transformation is called
-with the leaves of one share, and None for all others, while `told` has this `Share`. What an
-update computes of all leaves together asks it for the number of all shares (`of_all`), what rounds
-at random for the place of a layer in its stack, and what needs the gradients of the whole model
-at once is refused (`refuse`).
+`step_in_backward` updates a layer as soon as its gradient is known. It calls a transformation with
+the leaves of one share, and None for all others, while `told` returns this `Share`. Anything that
+is computed from all leaves together asks it for the number of all shares (`of_all`), and stochastic
+rounding asks it for the position of a layer in its stack. Anything that needs the gradients of the
+whole model at once raises an error (`refuse`).
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,7 @@ class Share:
 
     Attributes:
       layer: the number of the layer, which may be traced; None for what is in no stack.
-      parts: of each number of all shares, what this one has to say.
+      parts: this share's part of each number of all shares.
       foreign: the first function that was given arrays which another library has made, if any.
     """
 

@@ -1,12 +1,12 @@
-"""What is told to the transformations inside: one record, current while these are called.
+"""What wrappers tell the transformations inside: one record, current while these are called.
 
-A wrapper calls what is inside of it in a `with telling(...)`. What is called there asks for the
-record by `told`, whatever stands between, and an `update` keeps its keywords for users. After the
-call nobody is told anything.
+A wrapper calls the transformation inside within `with telling(...)`. Code that is called there gets
+the record by `told`, whatever comes in between, so the keywords of `update` remain free for users.
+After the call, the record is gone.
 
-Arrays are known by identity, and belong to a trace. In another one, as that of a branch of another
-library, of `jax.jit` or of `jax.vmap`, there is no decision, nothing is noted, and no wrapper says
-what follows: what is inside computes as if it were alone, and the wrapper does its part afterwards.
+Arrays are recognized by identity, and belong to a trace. In another trace, such as that of a branch
+of another library, of `jax.jit` or of `jax.vmap`, the record is empty: transformations inside
+compute as if they were alone, and the wrapper does its part afterwards.
 """
 
 from collections.abc import Hashable, Iterator, Mapping
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @contextmanager
 def during(variable: ContextVar[T], value: T) -> Iterator[T]:
-    """Gives a variable a value; afterwards it has the one that it had."""
+    """Sets a variable for the duration of a `with`."""
     token = variable.set(value)
     try:
         yield value
@@ -34,7 +34,7 @@ def during(variable: ContextVar[T], value: T) -> Iterator[T]:
 
 
 def trace_state() -> Hashable:
-    """Equal in one trace, and in no other: not inside a branch.
+    """A value that is equal within one trace, and differs in any other, such as that of a branch.
 
     Where JAX does not say it, each is another one: what wrappers tell each other is then forgotten,
     and they compute it again.
@@ -44,7 +44,7 @@ def trace_state() -> Hashable:
 
 
 class Stack(NamedTuple):
-    """Where a leaf has layers that `step_in_backward` updates one by one.
+    """Where the layers of a leaf are that `step_in_backward` updates one by one.
 
     Attributes:
       axis: of the leaf.
@@ -56,19 +56,19 @@ class Stack(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What the wrappers around say.
+    """What the wrappers around a transformation tell it.
 
     Attributes:
       commit: a `Commit`, whether the update is committed, if a wrapper decides it; None where it
         always is.
       windows: one that is told to what leaves out gradients by itself, as `accumulate` does, and to
         nobody else: what precedes that or follows it sees updates in each call.
-      finite: whether gradients are finite, for what leaves them out by itself; None if nobody says.
+      finite: whether gradients are finite, for what leaves them out by itself; None if unknown.
       notes: by name, numbers of the last update, if a wrapper reports them; see `note`.
       is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
       trace: in which those before are told, by `told`; the others look at it themselves.
       then: a `Then`, what a wrapper does with the updates, if it says so.
-      undecayed: names of leaves whose norm a wrapper keeps: decay would act against it.
+      undecayed: names of leaves whose norm a wrapper keeps, where weight decay makes no sense.
       share: the `Share` whose update is traced, in `step_in_backward`.
       stacks: by path, those of the model, in either form of that step.
     """
@@ -86,7 +86,7 @@ class Told(NamedTuple):
 
     @property
     def commits(self) -> list[Any]:
-        """All that want to know which arrays are finite or settled."""
+        """Everything that has to know which arrays are finite or settled."""
         return [x for x in (self.commit, self.windows) if x is not None]
 
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
@@ -101,7 +101,7 @@ _told: ContextVar[Told] = ContextVar("told", default=NOTHING)
 
 
 def told() -> Told:
-    """What holds in this trace: a `jax.jit` keeps its program for calls to come."""
+    """The record that is valid in this trace; `jax.jit` caches its program for later calls."""
     said = _told.get()
     if said is NOTHING or said.trace == trace_state():
         return said
@@ -109,11 +109,11 @@ def told() -> Told:
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
-    """Says a number that is known anyway, where a wrapper reports it."""
+    """Notes a number that is known anyway, if a wrapper reports it."""
     if notes is not None:
         notes[name] = jnp.asarray(value).astype(jnp.float32)
 
 
 def telling(**said: Any) -> AbstractContextManager[Told]:
-    """Tells this to what is called meanwhile, beside what was told before."""
+    """Adds to the record for everything that is called meanwhile."""
     return during(_told, told()._replace(**said, trace=trace_state()))

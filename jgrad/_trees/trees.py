@@ -1,9 +1,9 @@
-"""Trees side by side: a leaf of a prefix stands for a whole subtree, and `None` is a leaf.
+"""Trees of different depth: a leaf of a prefix stands for a whole subtree, and `None` is a leaf.
 
-A functional update takes trees of different depth: one learning rate for all leaves, one gradient
-for every leaf, a rate per layer. The finest tree sets the structure of the result, and every other
-tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning, and so
-is an array in 8 bits, or by rows and columns, which stands beside one gradient.
+The arguments of a functional update may differ in depth: one gradient for every leaf, but one
+learning rate for all, or one per layer. The finest tree sets the structure of the result, and every
+other tree must be a prefix of it. `None` is a leaf here because a missing gradient has a meaning.
+So is an 8-bit or factored array, because it corresponds to one gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ def is_none(x: PyTree) -> bool:
 
 
 def may_be_function(x: object) -> bool:
-    """Whether `x` can be called. Without parameters nobody knows whether to call it.
+    """Whether `x` can be called; without parameters, it is unknown whether it should be.
 
     No arrays, as variables of flax are, and no rules by path.
     """
@@ -33,7 +33,7 @@ def may_be_function(x: object) -> bool:
 
 
 def opened(x: PyTree) -> PyTree:
-    """The rules of what `by_path` returned, which are a tree; any other option as it is.
+    """The rules inside an option made by `by_path`, which are a tree; any other option as it is.
 
     What it returned is a function to optax, which calls no function that is a tree.
     """
@@ -56,7 +56,7 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
 
 
 def map_leaves(f: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
-    """`f` of every leaf but `None`, which stays."""
+    """Applies `f` to every leaf except `None`, which stays."""
     leaves, structure = flatten(tree)
     return structure.unflatten([None if x is None else f(x) for x in leaves])
 
@@ -136,7 +136,7 @@ class Aligned(NamedTuple):
 
 
 def align(*trees: PyTree) -> Aligned | None:
-    """The trees side by side; None where none of them is as fine as all others."""
+    """Aligns the trees; None if none of them is as fine as all others."""
     structures = [flatten(tree)[1] for tree in trees]
     for finest in sorted(range(len(trees)), key=lambda i: -structures[i].num_nodes):
         tree, structure = trees[finest], structures[finest]
@@ -154,7 +154,7 @@ def align(*trees: PyTree) -> Aligned | None:
 
 
 def repeat(leaves: Sequence[Leaf], counts: Sequence[int]) -> list[Leaf]:
-    """Each leaf as often as it has leaves of a finer tree below it."""
+    """Repeats each leaf once for every leaf of a finer tree below it."""
     return [leaf for leaf, count in zip(leaves, counts, strict=True) for _ in range(count)]
 
 
@@ -205,5 +205,5 @@ def _kind(node: PyTree) -> str:
 
 
 def with_article(name: str) -> str:
-    """A type as messages name it."""
+    """A type, as messages call it."""
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"

@@ -1,7 +1,7 @@
-"""Names that JAX does not promise, looked up when they are needed, so that others do not fail.
+"""Names that JAX does not guarantee, looked up only when they are needed.
 
-`jax.extend` and `jax.interpreters` may change with any release. `import jgrad` and a step in
-float32 need none of these names; whoever needs one that is gone is told which.
+`jax.extend` and `jax.interpreters` may change with any release. `import jgrad` and a float32 step
+need none of these names; if one is gone, the code that needs it raises an error that names it.
 """
 
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# Where each name is, in one of these modules: checked in JAX 0.8 to 0.12.
+# The modules in which each name may be, checked in JAX 0.8 to 0.12.
 _HOMES = {
     **dict.fromkeys(("Literal", "Primitive"), ("jax.extend.core",)),
     "get_opaque_trace_state": ("jax.extend.core", "jax.core"),  # the latter up to JAX 0.8
@@ -47,7 +47,7 @@ class Unpromised:
 
 
 def find(name: str) -> Any:
-    """One of the names; None where JAX does not have it."""
+    """One of the names; None if JAX does not have it."""
     for home in _HOMES[name]:
         try:
             return getattr(importlib.import_module(home), name)

@@ -1,11 +1,11 @@
-"""Variables of flax: nodes that hold one array as their attribute `value`, and say things of it.
+"""flax's variables: nodes that hold one array as their attribute `value`, with metadata about it.
 
-`nnx.Optimizer` gives `init` a tree of variables and `update` a tree of their arrays, and users of
-linen unbox a whole state. So a tree reads alike in both forms. A variable of an array in 8 bits
-would be taken for one of something else: flax writes its parts back as a tree of its own, and
-shards scales as if they had the axes of codes. So users see a variable for the codes and one for
-the scales, or for rows and for columns; inside of an update it is one variable, where the parameter
-has one.
+`nnx.Optimizer` passes `init` a tree of variables and `update` a tree of their arrays, and users of
+linen unbox a whole state, so trees are read alike in both forms. flax would misunderstand a
+variable that holds an 8-bit array: it writes the parts back as a tree of its own, and shards scales
+as if they had the axes of codes. Users therefore see one variable for the codes and one for the
+scales, or for rows and for columns. Inside of an update, they are one variable if the parameter is
+one.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 Names = Sequence[object]
-# Where variables of nnx name the mesh axes of each axis: the first two up to flax 0.11.
+# Attributes in which nnx variables name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
 
 

@@ -1,4 +1,4 @@
-"""Gradients of several mini-batches for one update: `accumulate`, and its states."""
+"""One update for the gradients of several mini-batches: `accumulate`, and its states."""
 
 import itertools
 from collections.abc import Callable
@@ -35,13 +35,13 @@ Settled = tuple[list[bool], list[bool]]
 
 
 class _OfWindow:
-    """What both states say of their window."""
+    """What both states know about their window."""
 
     __slots__ = ()
 
     @property
     def gradient_step(self: Any) -> jax.Array:
-        """Updates done, by optax's name: as the transformation inside counts them."""
+        """Number of completed updates, as counted inside; optax's name."""
         done: jax.Array | None = inside.updates_done(self.inner)
         if done is None:
             came = f"{type(self).__name__}: `gradient_step`: no state inside counts its updates"
@@ -50,9 +50,9 @@ class _OfWindow:
 
     @property
     def has_updated(self: Any) -> jax.Array:
-        """Whether no window is open after a first update: `optax.MultiSteps.has_updated(state)`.
+        """Whether the last call closed a window, after a first update; optax's name.
 
-        Also after a window that updated nothing, since no mini-batch of it was finite.
+        Also True if that window updated nothing because none of its mini-batches was finite.
         """
         has_updated: jax.Array = (self.mini_step == 0) & (self.gradient_step > 0)
         return has_updated
@@ -62,7 +62,7 @@ class _OfWindow:
         return {"skipped_mini_batches": self.skipped}
 
     def __jgrad_rejected__(self, new: PyTree, finite: jax.Array | None) -> PyTree:
-        """What stays of an update that is rejected as a whole."""
+        """What is kept if an update is rejected as a whole."""
         return without_window(self, new, finite)
 
 
@@ -85,16 +85,17 @@ class _WeightedFields(NamedTuple):
 
 @state_of("accumulate", total="sum")
 class AccumulateState(_OfWindow, _Fields):
-    """State of `accumulate`. The field names are a file format: checkpoints hold them.
+    """State of `accumulate`. Field names are part of the checkpoint format.
 
-    `gradient_step` and `has_updated` are those of `optax.MultiSteps`, read from the state inside.
+    `gradient_step` and `has_updated`, named as in `optax.MultiSteps`, are read from the state
+    inside.
 
     Attributes:
-      mini_step: calls since the last window was closed, an int32 scalar.
-      count: those among them whose gradients were finite.
-      skipped: mini-batches left out since the start; it saturates.
+      mini_step: number of calls since the last window closed, an int32 scalar.
+      count: number of those whose gradients were finite.
+      skipped: number of mini-batches left out since the start; it saturates.
       total: sum of the gradients of this window; a tree like the parameters, in float32 or wider.
-        None where each window is one mini-batch: `every=1`.
+        None if each window is a single mini-batch, with `every=1`.
       inner: state of the transformation inside.
 
     Example:
@@ -110,15 +111,15 @@ class AccumulateState(_OfWindow, _Fields):
 
 @state_of("accumulate", total="sum")
 class WeightedAccumulateState(_OfWindow, _WeightedFields):
-    """State of `accumulate(..., weighted=True)`. The field names are a file format.
+    """State of `accumulate(..., weighted=True)`. Field names are part of the checkpoint format.
 
     Attributes:
-      mini_step: calls since the last window was closed, an int32 scalar.
-      count: those among them whose gradients were finite, and whose weights were not negative.
-      skipped: mini-batches left out since the start; it saturates.
-      total: sum of weight times gradient, of this window.
+      mini_step: number of calls since the last window closed, an int32 scalar.
+      count: number of those whose gradients were finite and whose weights were not negative.
+      skipped: number of mini-batches left out since the start; it saturates.
+      total: sum of the gradients of this window, each times its weight.
       inner: state of the transformation inside.
-      weight: sum of the weights of those in `count`, a float32 scalar.
+      weight: sum of the weights of the mini-batches in `count`, a float32 scalar.
 
     Example:
       >>> tx = jgrad.accumulate(jgrad.adam(1e-3), every=4, weighted=True)
@@ -130,7 +131,7 @@ class WeightedAccumulateState(_OfWindow, _WeightedFields):
 
 
 def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
-    """A state without the window, if its update was rejected: kept, it would make the next so."""
+    """Drops the window from a state if its update was rejected, or the next would be, too."""
     zero = jnp.zeros_like(old.count)
     nothing = trees.map_leaves(numerics.zeros_like, old.total)
     weight = map(jnp.zeros_like, old[5:])
@@ -152,60 +153,60 @@ def accumulate(
     mesh_axes: PyTree = None,
     mean: bool = True,
 ) -> Transformation:
-    """Accumulates gradients over a window of mini-batches, and updates once with their mean.
+    """Accumulates the gradients of several mini-batches, and updates once with their mean.
 
         total'  = total + g          where all of g is finite; else g is left out, and counted
         updates = tx(total' / count)  at the end of a window, and 0 before
 
-    and with `weighted`, where `weight` is that of the call,
+    where a window is the mini-batches that share an update. With `weighted`, each call has a
+    `weight`, and
 
         total' = total + weight g,  sum' = sum + weight,  updates = tx(total' / sum')
 
-    A call inside a window only accumulates: `tx` runs under a `lax.cond`. A window without any
-    finite mini-batch updates nothing. A gradient None adds nothing to its leaf; if it is that of
-    the call that closes the window, the leaf is unchanged. A sum that overflows is the largest
-    number.
+    Only the call that closes a window runs `tx`, under a `lax.cond`. A window without a finite
+    mini-batch updates nothing. A gradient of None adds nothing to its leaf; if it comes in the call
+    that closes the window, the leaf stays unchanged. Sums that overflow saturate at the largest
+    finite number.
 
-    Put clipping and `average_params` inside, where they see means and updates. Put loss scaling
+    Put clipping and `average_params` inside, so that they work on whole windows. Put loss scaling
     directly outside, where it sees non-finite gradients: `skip_nonfinite(accumulate(tx, every),
     loss_scale=...)`.
 
-    `update(..., emit=True)` closes the window with this call, for a last window that is not full.
-    `emit=False` keeps it open, and compiles to a program without `tx`. By default the call that
-    fills the window closes it. `emit` may be a traced bool. `finite=` says whether the gradients
-    are finite, where that is known already; it may be traced too.
+    By default, the call that fills the window closes it. `update(..., emit=True)` closes it early,
+    for example at the end of the data; `emit=False` keeps it open, and compiles without `tx`. If
+    you already know whether the gradients are finite, pass it as `finite=`. Both may be traced
+    bools.
 
     `update(..., weight=tokens)` is for mini-batches of different sizes: if each gradient is the
-    mean over the tokens of its mini-batch, on all devices together, a window has the mean over all
-    its tokens, however they were split. Only ratios of weights matter. A mini-batch whose gradient
-    is left out takes its weight with it. One of weight 0 adds nothing, and a window of weight 0
-    updates nothing. A traced weight that is negative or not finite leaves its mini-batch out.
+    mean over the tokens of its mini-batch, on all devices together, the update uses the mean over
+    all tokens of the window, however they were split. Only ratios of weights matter. If a gradient
+    is left out, so is its weight. A mini-batch of weight 0 adds nothing, and a window of weight 0
+    updates nothing. If a traced weight is negative or not finite, its mini-batch is left out.
 
     Args:
-      tx: any transformation. It sees means in the dtype of the gradients, or unrounded where
+      tx: any transformation. It gets means in the dtype of the gradients, or unrounded if
         `master_weights` or `stochastic_rounding` is inside.
-      every: mini-batches per window, at least 1; or a function of the number of updates done, as
-        `tx` counts them for its schedules, that returns an int. That may be traced, and below 1 it
-        then counts as 1, where otherwise it is an error. With `every=1` the state has no sum:
-        `total` is None until a call has an `emit` that may keep its window open.
-      check_finite: False adds every gradient unchecked. Checking a gradient before it is added
-        reads it once more.
-      weighted: True needs `weight=` in each `update`: a number or a real scalar, in [0, inf), kept
-        in float32. Sums of weights saturate at 2^125.
-      mesh_axes: names of the mesh axes over which gradients are sharded, inside `shard_map` or
-        `pmap`, as for `lars`: all devices then leave out the same mini-batches. A weight is summed
-        over them: give each device the tokens that it has, or all devices the same number.
-      mean: False hands on the sum of a window in place of its mean. Cast to a narrower dtype, it is
-        the largest number where it overflows.
+      every: mini-batches per window, at least 1; or a function that returns this number given the
+        number of completed updates, as `tx` counts them for its schedules. If the result is traced,
+        values below 1 count as 1 instead of raising an error. With `every=1` the state has no sum:
+        `total` is None until a call passes an `emit` that may keep the window open.
+      check_finite: False adds every gradient unchecked, which saves reading it once more.
+      weighted: if True, each `update` needs `weight=`, a number or real scalar in [0, inf), which
+        is stored in float32. Sums of weights saturate at 2^125.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which gradients are sharded, as
+        for `lars`, so that all devices leave out the same mini-batches. Weights are summed over
+        these axes, so pass each device the number of its own tokens, or the same number everywhere.
+      mean: False passes the sum of a window to `tx` instead of the mean. Where the sum overflows
+        the dtype of the gradients, it saturates at the largest finite number.
 
     Returns:
       A transformation with state `AccumulateState(mini_step, count, skipped, total, inner)`, or
       `WeightedAccumulateState`, with `weight` at the end.
 
     Raises:
-      ValueError: `every` below 1, or a function where no state inside counts its updates; a
-        negative weight, or one without `weighted`; from `init`, another `accumulate` or a loss
-        scale inside.
+      ValueError: `every` is below 1, or is a function although no state inside counts updates; a
+        weight is negative, or given without `weighted`; from `init`, another `accumulate` or a loss
+        scale is inside.
       TypeError: `tx` is not a transformation, `every` is neither an int nor a function, or
         a weight is missing.
 
@@ -284,7 +285,7 @@ def accumulate(
 
 
 def _sharded_over(inputs: Inputs, inner: PyTree, mesh_axes: PyTree) -> tuple[str, ...]:
-    """The mesh axes whose devices act alike."""
+    """The mesh axes along which devices must act alike."""
     names = decisions.mesh_axes_of(inputs, mesh_axes)
     if not names and decisions.holds_shards(inner, inputs):
         remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
@@ -300,12 +301,12 @@ def _use(
     check_finite: bool,
     devices: tuple[str, ...],
 ) -> tuple[Flag, Commit | None]:
-    """Whether the gradients are added; and the decision of a wrapper around, if it is on them."""
+    """Whether to add the gradients; and the decision of an outer wrapper, if it is about them."""
     accepted: Flag = True
     if outer is not None:
         outer.leave_out()
         if not outer.is_finite(updates):
-            # It says nothing of these gradients, unless they are left out whatever they are.
+            # It says nothing about these gradients, unless they are left out in any case.
             accepted = True if outer.clips else decisions.agreed(outer.flag, devices)
             outer = None
     if finite is None and outer is not None:
@@ -331,7 +332,7 @@ def _summed(
 
 
 class _Window:
-    """The window of a call: a mini-batch beside the sum of those before.
+    """The window of a call: a mini-batch, and the sum of those before it.
 
     Attributes:
       inputs: of the call.
@@ -375,7 +376,7 @@ class _Window:
         if self.weights:
             divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
         divisor = divisor if self.mean else jnp.ones_like(divisor)
-        # Without a sum, zeros in the branch are constants, and take no memory.
+        # Without a sum, the zeros in the branch are constants and take no memory.
         g, sums = self.inputs.g, self.sums
         sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
         means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
@@ -435,7 +436,7 @@ def _branches(
     divided = sums
     if window.has_sum:
         divided = decisions.branch(close, window.means, window.widened)
-    # What a branch reads varies as the choice between both, which `vmap` makes one of elements.
+    # What a branch reads varies like the choice between both, which `vmap` makes elementwise.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
     is_unrounded = inside.states_with(state, inside.UNROUNDED)
@@ -451,7 +452,7 @@ def _branches(
     def run() -> tuple[tuple[Leaves, PyTree], Settled | None]:
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
-        # Means of finite gradients are finite, so that a window is committed always.
+        # Means of finite gradients are finite, so a window is always committed.
         commit = None if outer is None else Commit(gradients, jnp.asarray(True))
         with telling(commit=commit, windows=commit):
             steps, new = tx.update(gradients, state, params, **extra_args)
@@ -487,7 +488,7 @@ def _branches(
 def _tell(
     outer: Commit | None, steps: PyTree, new: PyTree, old: PyTree, settled: Settled | None
 ) -> None:
-    """Says to a wrapper around what is right whatever it decides: all, where `tx` did not run."""
+    """Tells an outer wrapper what is right whatever it decides: everything, if `tx` did not run."""
     if outer is None:
         return
     of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
@@ -499,7 +500,7 @@ def _tell(
 
 
 def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
-    """Whether an array like the first can be kept in one like the second, bit for bit."""
+    """Whether an array like the first can be stored in one like the second, bit for bit."""
     if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
         return False
     is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
@@ -507,7 +508,7 @@ def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
 
 
 def _length(every: Every, state: PyTree) -> int | jax.Array:
-    """The mini-batches of the window that is open, by the number of updates that a state counts."""
+    """The length of the open window, from the number of updates that a state counts."""
     if not callable(every):
         return int(every)
     done = inside.updates_done(state)

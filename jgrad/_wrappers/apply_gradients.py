@@ -1,4 +1,4 @@
-"""New parameters in the place of updates: a whole step, which a TPU may take in one pass."""
+"""A whole step, from gradients to new parameters, which a TPU can take in one pass."""
 
 from typing import Any, TypeVar
 
@@ -35,30 +35,30 @@ def apply_gradients(
         updates, state' = tx.update(grads, state, params)
         params'         = params + updates
 
-    The results are bit for bit those of `tx.update` and `optax.apply_updates`. With moments in 8
-    bits, a program for a TPU has one kernel for each leaf, which reads the gradient, codes and
-    weights once, and writes codes and weights in their place: no update is written, unless a
-    transformation of another library is behind the optimizer. Without 8 bits XLA makes the same
-    program of both.
+    The results match `tx.update` followed by `optax.apply_updates` bit for bit. The difference is
+    in speed, with 8-bit moments on a TPU: there, one kernel per leaf reads the gradient, the
+    moments and the weights once, and overwrites moments and weights in place. The update itself
+    never goes to memory, unless a transformation of another library comes after the optimizer.
+    Without 8-bit moments, XLA compiles both to the same program.
 
     Donate `params` and `state`. The kernel is used on one device, inside `shard_map`, on meshes
-    with explicit axes, and with `mesh_axes`; `leaf_programs` says which leaves have it.
+    with explicit axes, and with `mesh_axes`; `leaf_programs` shows which leaves use it.
 
     Args:
       tx: any transformation.
-      grads: gradients; a tree like the parameters.
-      state: of `tx`.
+      grads: gradients, a tree like the parameters.
+      state: the state of `tx`.
       params: parameters.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of those. Inside `shard_map` what is rounded at random needs it, to have the
-        bits that it has on one device.
-      extra_args: for `tx.update`.
+        prefix tree of these. Inside `shard_map`, stochastic rounding needs it to use the same
+        random bits as on a single device.
+      extra_args: keyword arguments for `tx.update`.
 
     Returns:
-      `(params', state')`, with the dtypes of what they replace.
+      `(params', state')`, with the dtypes of `params` and `state`.
 
     Raises:
-      TypeError: `tx` is not a transformation, or `mesh_axes` is of the wrong kind.
+      TypeError: `tx` is not a transformation, or `mesh_axes` has the wrong type.
       ValueError: structures or shapes do not match.
 
     Example:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters as they are after each step."""
+"""An exponential moving average of the parameters after each step."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -24,12 +24,12 @@ _NAME = "average_params"
 
 @state_of("average_params", average="weights")
 class EmaState(NamedTuple):
-    """State of `average_params`. The field names are a file format: checkpoints hold them.
+    """State of `average_params`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
-      average: a tree like the parameters, float32 for half-precision ones.
-      inner: state of the transformation inside; a pickle of 1.1 has none.
+      done: number of completed updates, an int32 scalar; it saturates.
+      average: a tree like the parameters, in float32 for half-precision ones.
+      inner: state of the transformation inside; missing in pickles from 1.1.
 
     Example:
       >>> tx = jgrad.average_params(jgrad.adam(1e-3), 0.999)
@@ -51,35 +51,35 @@ def average_params(
     start: Scalar = 0,
     debias: bool = False,
 ) -> Transformation:
-    """Keeps an exponential moving average of the parameters as they are after each step of `tx`.
+    """Keeps an exponential moving average of the parameters after each step of `tx`.
 
         updates = tx(g, w)
         average' = decay average + (1 - decay) (w + updates)
 
-    The average starts at the first parameters, or at those after `start` updates; up to then it is
-    a copy of the newest ones. With `debias` the parameters at the start have no weight of their
-    own: after n updates, the n parameters since then have weights (1 - decay) decay^i / (1 -
-    decay^n), where i = 0 is the newest. The state holds this average, so you need not correct it
-    when you read it. Neither option changes the form of the state, so you can change both in the
-    middle of a run.
+    The average starts from the initial parameters, or from those after `start` updates; until then,
+    it is a copy of the current ones. With `debias`, these starting parameters get no weight: after
+    n updates, the n parameters since then have the weights (1 - decay) decay^i / (1 - decay^n),
+    where i = 0 is the newest. The average in the state is already debiased. Neither option changes
+    the structure of the state, so you can change both in the middle of a run.
 
-    Put it around the whole chain, inside `accumulate` and `skip_nonfinite`: then it averages once
-    per update. Inside `master_weights` it averages the float32 copies. `optax.tree.get(state,
-    "average")` reads the average. Integer leaves are copied.
+    Put it around the whole chain but inside `accumulate` and `skip_nonfinite`, so that it averages
+    once per update. Inside `master_weights`, it averages the float32 copies. Read the average by
+    `optax.tree.get(state, "average")`. Integer leaves are copied.
 
     Args:
-      tx: any transformation, whose updates are those that will be applied.
-      decay: in [0, 1), or a function of the number of updates done (0 at the first): a schedule, a
-        module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
-      start: updates before the average begins, an int in [0, 2^31).
-      debias: see above. Not with a function as `decay`.
+      tx: any transformation. Its updates have to be applied as they are.
+      decay: in [0, 1), or a function of the number of completed updates (0 for the first), such as
+        a schedule, a module, or `lambda done: jnp.minimum(0.999, (1 + done) / (10 + done))`.
+      start: number of updates before averaging begins, an int in [0, 2^31).
+      debias: see above. It cannot be combined with a function for `decay`.
 
     Returns:
-      A transformation with state `EmaState(done, average, inner)`. Its update needs the parameters.
+      A transformation with state `EmaState(done, average, inner)`. `update` needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
-      TypeError: `tx` is not a transformation, or an option of the wrong kind.
+      ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
+        inside.
+      TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -117,7 +117,7 @@ def average_params(
         old = inputs.like_reference("state.average", state.average)
         checks.same_shapes(old, inputs.reference)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
-        # Where the average has None, `init` saw no parameter: of a model it may be given a part.
+        # Where the average has None, `init` saw no parameter: it may have got only part of a model.
         new = [None if o is None else x for x, o in zip(after, old.leaves, strict=True)]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)

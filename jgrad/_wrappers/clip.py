@@ -37,7 +37,7 @@ def _ratio(
     one = jnp.ones_like(mantissa)
     root = numerics.safe_sqrt(largest) / jnp.sqrt(jnp.where(above, mantissa, one))
     root = jnp.where(mantissa == jnp.inf, jnp.full_like(root, jnp.nan), root)
-    # The division comes last: XLA computes it once, and what follows it for every leaf.
+    # The division comes last: XLA computes it once, but what follows it for every leaf.
     factor = jnp.where(above, root, one) / jnp.where(above, jnp.sqrt(scale), one)
     return factor, factor
 
@@ -47,7 +47,7 @@ class ClipState(NamedTuple):
     """State of `clip_by_global_norm(..., of="previous")`.
 
     Attributes:
-      norm: of the last updates that were finite, a float32 scalar; 0 before there are any.
+      norm: the norm of the last finite updates, a float32 scalar; 0 before there are any.
 
     Example:
       >>> tx = jgrad.clip_by_global_norm(1.0, of="previous")
@@ -70,29 +70,29 @@ def clip_by_global_norm(
 
         updates' = min(1, max_norm / |updates|) updates
 
-    with |.| the 2-norm over all leaves, computed without overflow or underflow, as in
-    `global_norm`. Where one update is NaN or infinite all become NaN. Dtypes are kept; integer
-    leaves, float0 and None pass.
+    where |.| is the 2-norm over all leaves, computed without overflow or underflow, as in
+    `global_norm`. If any update is NaN or infinite, all become NaN. Dtypes are preserved; integer
+    leaves, float0 and None are left unchanged.
 
-    With `of="previous"`, |.| is the norm of the step before, of the last one that was finite: the
-    first step is not clipped, and a sudden spike only slows down the step that follows it. A NaN or
-    an infinity stays in its own element, since no update waits for the others. It is for
-    `step_in_backward`, which then needs no first pass.
+    With `of="previous"`, |.| is the norm of the previous step, or of the last one that was finite.
+    The first step is then not clipped, a sudden spike only shortens the step after it, and NaN or
+    infinity does not spread to other elements. Because no update has to wait for the others,
+    `step_in_backward` then needs no first pass.
 
-    `skip_nonfinite` around it sees what is not finite, with either norm.
+    With either norm, a `skip_nonfinite` around it detects updates that are not finite.
 
     Args:
-      max_norm: in [0, inf).
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; the norm is then that of the whole leaves.
-      of: whose norm is compared with the bound.
+      max_norm: the largest global norm, in [0, inf).
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lars`, so that the norm is that of whole leaves.
+      of: whether the norm of the "current" or of the "previous" step decides.
 
     Returns:
-      A transformation without state, or with `ClipState(norm)` for `of="previous"`.
+      A transformation, stateless or, with `of="previous"`, with state `ClipState(norm)`.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -135,7 +135,7 @@ def clip_by_global_norm(
                 made_of(new, clipped, x, *factors)
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if commit is not None:
-            # A norm is finite where all is finite: its mantissa does not overflow.
+            # A norm is finite if all elements are: its mantissa does not overflow.
             commit.take_finite(jnp.isfinite(norm.mantissa), updates)
         for commit in around.commits:
             commit.add_finite(leaves, of=updates)
@@ -156,7 +156,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) 
 
 
 def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
-    """What a gradient was made by, of which others may be told."""
+    """How a gradient was made, for `made_of`."""
     return rules.scale_by(x, *factors).astype(x.dtype)
 
 
@@ -166,16 +166,16 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 
         norm = sqrt(sum over leaves and elements of |x|^2)
 
-    No intermediate overflows or underflows, in float32 or wider; the derivative at zero is zero. A
-    norm above the largest number is infinite.
+    It is computed in float32 or wider, and no intermediate result overflows or underflows. A norm
+    above the largest finite number is infinite. The derivative at zero is zero.
 
     Args:
-      tree: floating or complex leaves; others, and None, do not count.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`; the norm is then that of the whole leaves.
+      tree: floating or complex leaves; None and all other leaves are ignored.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lars`, so that the norm is that of whole leaves.
 
     Returns:
-      A scalar, float32, or float64 where a leaf is.
+      A scalar in float32, or in float64 if a leaf is.
 
     Raises:
       TypeError: a leaf is not an array.
@@ -192,7 +192,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
 
 
 def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
-    """What is known of the leaves; and those that count, with `None` for the others."""
+    """What is known about the leaves; and those that count, with `None` for the others."""
     tree = checks.values_of(tree)
     float0 = jax.dtypes.float0
     without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)

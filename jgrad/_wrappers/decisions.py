@@ -1,6 +1,6 @@
-"""What an update decides: whether arrays are finite, on all devices; one of two results.
+"""Decisions of an update: whether arrays are finite on all devices, and which result to take.
 
-Inside `shard_map`, all that is chosen varies along the mesh axes along which the decision does.
+Inside `shard_map`, the chosen arrays vary along the mesh axes along which the decision varies.
 """
 
 import operator
@@ -24,11 +24,11 @@ from jgrad._trees.told import telling, told
 T = TypeVar("T")
 Static = TypeVar("Static")
 
-# One bool: of Python, or an array, which may be traced.
+# One bool: Python's, or an array, which may be traced.
 Flag = bool | jax.Array
 
-# Leaves per stack of flags. An eager call compiles a program of so many arguments once: in 0.4 s,
-# and one of 5,000 in 18 s.
+# Leaves per stack of flags. In eager mode, a program with this many arguments compiles once, in 0.4
+# s; one with 5,000 takes 18 s.
 _TOGETHER = 256
 
 # ---- whether arrays are finite -----------------------------------------------------------------
@@ -58,7 +58,7 @@ def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
 
 @jit_static_kwargs
 def computed_once(flag: jax.Array) -> jax.Array:
-    """A flag, unchanged. XLA fuses no sort, so no kernel that reads the flag computes it again."""
+    """Returns a flag unchanged. XLA doesn't fuse sorts, so kernels do not recompute the flag."""
     return jnp.sort(jnp.stack([flag, jnp.ones_like(flag)]))[0]
 
 
@@ -84,7 +84,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
     # zeros that all leaves of a shape then read.
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     if jnp.finfo(x.dtype).bits < 32:
-        # Else XLA writes out the float32 form of x, which this sum and the update both read.
+        # Otherwise, XLA writes x in float32 to memory, which both this sum and the update read.
         parts = jax.lax.optimization_barrier(parts)
     return jnp.sum(jnp.stack([jnp.sum(x - x).astype(jnp.float32) for x in parts]))
 
@@ -117,7 +117,7 @@ def _axes_of_shards(inputs: Parameters) -> set[str]:
 
 
 def agreed(flag: Any, mesh_axes: tuple[str, ...]) -> Any:
-    """True where the flag is True on all devices of the mesh axes, so that they act alike."""
+    """Whether the flag is True on all devices along the mesh axes, so that they act alike."""
     if not (mesh_axes and checks.is_array(flag)):
         return flag
     return jax.lax.pmin(flag.astype(jnp.int32), mesh_axes) == 1
@@ -136,7 +136,7 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
 
 
 def of_models(function: str, params: PyTree, value: float) -> jax.Array:
-    """A scalar for an argument of `update` that is not there yet: it may be that of each model."""
+    """A scalar in place of a missing argument of `update`; it may differ between models."""
     x: jax.Array = shardings.varying_over(
         jnp.full((), value, jnp.float32), axes_of_models(function, params)
     )
@@ -159,7 +159,7 @@ def as_updated(
     params: PyTree,
     mesh_axes: PyTree = None,
 ) -> T:
-    """A state before the first update, typed as updates return it: `lax.scan` takes no other.
+    """The state before the first update, in the types that updates return, as `lax.scan` needs.
 
     Inside `shard_map`, where devices decide each for itself, all varies along the axes of the mesh
     along which the decision does: counters, too, of all that is inside. What decides may be inside,
@@ -194,7 +194,7 @@ _LATER = re.compile(r"missing \d+ required .*|`\w+`: missing|unbound axis name.*
 def tried(
     function: str, update: Callable[[], T], warn: Callable[[str], None] | None = None
 ) -> T | None:
-    """What an update returns that `init` tries; None where it needs what only a call has.
+    """What an update returns when `init` tries it; None if it needs what only a call has.
 
     That is an argument, such as `value=`, or a mesh axis. All else is an error, as in the call.
 
@@ -237,17 +237,17 @@ def holds_shards(state: PyTree, inputs: Inputs) -> bool:
 
 
 def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
-    """A `jax.lax.cond`; Python's `if` in an eager call, where a `cond` is compiled at each call.
+    """`jax.lax.cond`, or in eager mode Python's `if`, because a `cond` would compile in each call.
 
     `otherwise` may return what is there already: of donated arrays nothing is copied.
     """
     if isinstance(use, jax.core.Tracer):
         names = shardings.varying_axes(use)
         branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
-        # XLA copies what a branch returns as it was, unless it is the first one. For a GPU it turns
-        # the branches of a bool around, but not those of a number.
+        # XLA copies what a branch returns unchanged, unless it is the first branch. On GPUs, it
+        # swaps the branches of a bool, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)
-        # For a TPU it moves part of what follows into the branches, and writes that, too.
+        # On TPUs, it moves part of what follows into the branches, and writes that to memory, too.
         return shardings.barrier(results)
     return then() if use else otherwise()
 
@@ -261,8 +261,8 @@ def noted_branch(
 
     Args:
       use: whether to take `then`.
-      then: calls what is inside, which is told no decision. It returns arrays, and what is known
-        once it is traced. What it notes is noted, and else the old numbers.
+      then: calls what is inside, without a decision. It returns arrays, and what is known once it
+        is traced. What it notes is noted, and else the old numbers.
       otherwise: returns the arrays of the other branch.
 
     Returns:
@@ -271,8 +271,8 @@ def noted_branch(
     here, static = told(), None
     old = here.notes
 
-    # A branch returns arrays alone, and is traced once: here it leaves what else it knows, and no
-    # array, which would be one of that trace.
+    # A branch only returns arrays, and is traced once: here it leaves everything else that it
+    # knows, but no arrays, which would belong to that trace.
     def run() -> tuple[T, dict[str, jax.Array] | None]:
         nonlocal static
         new = None if old is None else dict(old)
@@ -297,9 +297,9 @@ def choose(
     old: PyTree,
     is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
 ) -> PyTree:
-    """`new` or `old`; `new` where this is settled, as asked of both.
+    """`new` or `old`; always `new` if it is settled, as asked of both.
 
-    In the dtypes of `old`, from which some transformations drift.
+    In the dtypes of `old`, which some transformations change.
     """
 
     def choice(n: jax.Array, o: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""The input of a wrapper's update, and the hand-over to the transformation inside.
+"""The inputs of a wrapper's update, and the call of the transformation inside.
 
-`WrapperInputs` is for wrappers that change gradients, parameters or updates; `RejectingInputs` are
-those of one that rejects updates, and tells a `Commit` to what is inside. What comes back unsettled
-is chosen afterwards, and a wrapper around, which has a decision of its own, is told that nothing is
-left to choose.
+`WrapperInputs` is for wrappers that change gradients, parameters or updates; `RejectingInputs` is
+for those that reject updates, and passes a `Commit` to the transformations inside. Whatever comes
+back unsettled is chosen afterwards, and an outer wrapper with its own decision learns that nothing
+is left to choose.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ Arrays = tuple[jax.Array, ...]
 
 
 class WrapperInputs(Inputs):
-    """The input of one update of a wrapper, and the hand-over to the transformation inside.
+    """The inputs of one update of a wrapper, and the call of the transformation inside.
 
     Args:
       function: the name of the wrapper, for messages.
@@ -34,7 +34,7 @@ class WrapperInputs(Inputs):
       extra_args: the other arguments of the call; all are handed on.
 
     Attributes:
-      outer: the decision of a wrapper around, or None.
+      outer: the decision of an outer wrapper, or None.
       extra_args: see above.
     """
 
@@ -66,7 +66,7 @@ class WrapperInputs(Inputs):
           params: what it is to optimize.
           stay_finite: True where nothing non-finite is made of finite gradients on the way to
             these; without it `skip_nonfinite` around both looks at all results.
-          said: what it is told, beside what is told to this wrapper.
+          said: what it is told in addition to what this wrapper is told.
         """
         for commit in self._around.commits if stay_finite else ():
             commit.add_finite(gradients, of=self._updates)
@@ -94,7 +94,7 @@ class WrapperInputs(Inputs):
 
 
 class RejectingInputs(WrapperInputs):
-    """The input of an update that may be rejected, for a wrapper with the state inside.
+    """The inputs of an update that may be rejected, with the state inside.
 
     Attributes:
       params: parameters, or None.
@@ -142,7 +142,7 @@ class RejectingInputs(WrapperInputs):
     def chosen(
         self, commit: Commit, use: Flag, new: tuple[PyTree, PyTree], old: PyTree, *, settles: bool
     ) -> tuple[PyTree, PyTree]:
-        """Updates and state where `use` is True, else zeros and the old state.
+        """Updates and state if `use` is True, else zeros and the old state.
 
         Args:
           commit: the decision, as it was handed inwards.
@@ -162,7 +162,7 @@ class RejectingInputs(WrapperInputs):
         )
 
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
-        """The wrapper's own counters, which stay where a wrapper around rejects the update."""
+        """The wrapper's own counters, which stay if an outer wrapper rejects the update."""
         if self.outer is None:
             return new
         return tuple(jnp.where(self.outer.flag, n, o) for n, o in zip(new, old, strict=True))
@@ -170,7 +170,7 @@ class RejectingInputs(WrapperInputs):
     def tell(
         self, updates: PyTree, new: PyTree, old: PyTree, *, of: Commit | None, are_finite: bool
     ) -> None:
-        """Says to a wrapper around what is right whatever it decides.
+        """Tells an outer wrapper what is right whatever it decides.
 
         That is all, or what `of` has settled. `old` is the wrapper's state. Where nobody knows
         `are_finite` of what comes from finite gradients, one that decides about these looks itself.
@@ -180,13 +180,13 @@ class RejectingInputs(WrapperInputs):
         self.outer.settle([u for u in jax.tree.leaves(updates) if of is None or of.has_settled(u)])
         old = old._replace(inner=self.state)
         for n, o in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-            # What does not leave out gradients has chosen: of integers no more is asked.
+            # Whatever does not leave out gradients has chosen; integers need nothing more.
             if of is None or (of.is_old_or_new if self.leaves_out else of.has_kept)(n, o):
                 self.outer.keep([n], [o])
 
 
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
-    """What stays of an update that is rejected: the old state, or what its parts say."""
+    """What is kept if an update is rejected: the old state, or what its parts say."""
 
     def of_part(o: PyTree, n: PyTree) -> PyTree:
         return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o

@@ -1,12 +1,12 @@
-"""Weights that keep their norm: each step moves along the sphere of all arrays of one norm.
+"""Matrices that keep their norm, so that each step moves them along a sphere.
 
-With r the norm that a layer keeps, u the direction and eta the rate,
+With r the norm that a layer keeps, u the direction and eta the learning rate,
 
     w' = r n / |n|,  n = w + a u,  a = eta r / |u|
 
 is computed as w' - w = (s - 1) w + s a u with s = r / |n|. The three sums |w|^2, <w, u> and |u|^2
-give d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), in which nothing
-cancels; and a norm that has drifted from r comes back. Sums are taken in units, powers of two, so
+give d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), without
+cancellation; and a norm that has drifted from r comes back. Sums are scaled by powers of two, so
 that they neither overflow nor vanish.
 """
 
@@ -41,11 +41,11 @@ from jgrad._trees.told import note, told
 from jgrad._wrappers import decisions, inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 
-# Norms from 2^-40 to 2^40 are measured as they are, smaller ones in the first of these units and
-# larger ones in the last: squares of the smallest normal float32, and sums of those of 2^40 of the
-# largest, are normal numbers then. And where |w|^2 overflows in the unit of the radius, |w| is 2^24
-# times as large or more, as `_factors` asks. Exponents of float32; those of float64 are eight
-# times as large.
+# Norms from 2^-40 to 2^40 are computed unscaled, smaller ones in the first of these units and
+# larger ones in the last, so that squares of the smallest normal float32, and sums of 2^40 squares
+# of the largest, are normal numbers. And if |w|^2 overflows in the unit of the radius, |w| is at
+# least 2^24 times as large, as `_factors` requires. These are exponents for float32; those for
+# float64 are eight times as large.
 _LOW, _HIGH = -40, 40
 _UNITS = (-76, 0, 86)
 
@@ -93,8 +93,8 @@ def steps_on_sphere(
     chosen = [i for i, r in enumerate(radii) if u[i] is not None and r is not None]
     chosen.sort(key=lambda i: layers[i].sort_key)
     results = list(u)
-    # Batches are of one precision: units in float64 say nothing of squares in float32. And they
-    # vary alike, since there is one condition for all of them: see `layer_norms`.
+    # Batches have the same precision, because units in float64 say nothing about squares in
+    # float32. And they vary alike, because one condition serves all of them: see `layer_norms`.
     groups: dict[tuple[np.dtype, tuple[str, ...]], list[int]] = {}
     for i in chosen:
         key = numerics.real_dtype(w[i], u[i]), layers[i].varying
@@ -113,7 +113,7 @@ def _steps_alike(
     rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
 ) -> list[jax.Array]:
-    """What is added to arrays of one precision, which vary alike and all have radii."""
+    """What is added to arrays with the same precision, which vary alike and all have radii."""
     real = numerics.real_dtype(w[0], u[0])
     radius = list(map(norms.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
     arrays = list(zip(w, u, strict=True))
@@ -144,11 +144,11 @@ def _factors(
 ) -> tuple[jax.Array, ...]:
     """s - 1, and the factors of u, layer by layer, from the sums."""
     is_kept = radius > 0
-    # Where none is kept, a number that slopes can pass: they are 0 times what is finite.
+    # Where no norm is kept, a number with finite derivatives, which are then multiplied by 0.
     r = jnp.where(is_kept, radius / unit, jnp.ones_like(radius))
-    # Bounds that change nothing beside rounding, and let nothing overflow: where |w| is 2 / eps
-    # times the radius, a sum with w rounds new weights to zeros, and a rate that is the square of
-    # this leaves the direction of u alone. By a power of four, s - 1 is -1.
+    # Bounds that only affect rounding, and prevent overflow: if |w| is 2 / eps times the radius, a
+    # sum with w rounds new weights to zeros, and with a rate that is the square of this, only the
+    # direction of u is left. By a power of four, s - 1 is -1.
     info = jnp.finfo(ww.dtype)
     far = 4 / float(info.eps) ** 2
     rate = jnp.minimum(rate, far)
@@ -157,8 +157,8 @@ def _factors(
     along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
     moved = 2 * along * (wu / r) + rate * rate
     d = excess + moved
-    # 1 + d, in which small weights and a small rate do not vanish beside 1. A new weight that
-    # vanishes has no direction: below this bound, rounding has chosen one.
+    # 1 + d, in which small weights and a small rate are not lost beside 1. A new weight that
+    # vanishes has no direction: below this bound, it would be rounding noise.
     norm = jnp.sqrt(jnp.maximum(old + moved, info.eps * (old + rate * rate) + info.tiny))
     shrink = jnp.where(is_kept & (uu != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
     factors = (1 / unit_of_u, along / norm, radius)
@@ -194,7 +194,7 @@ def _all_sums(
         unusual.append(jnp.any(((of_w != 1) | (of_u != 1)) & (r > 0) & nonempty))
 
     def rescaled() -> list[_Sums]:
-        # XLA for GPUs computes both branches at each step, unless one has such a barrier.
+        # On GPUs, XLA computes both branches at each step, unless one has such a barrier.
         of_w, of_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
         factors = (
             norms.split(layers, [1 / x for x in unit], as_elements=False) for unit in (of_w, of_u)
@@ -295,13 +295,13 @@ _NAME = "hyperball"
 
 @state_of("hyperball", done="step", radius="like")
 class HyperballState(NamedTuple):
-    """State of `hyperball`. The field names are a file format: checkpoints hold them.
+    """State of `hyperball`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
-      radius: the norm of each matrix, in float32 or wider: a tree like the parameters, of their
-        shapes with size 1 along the axes of a matrix; None for other leaves. 0 is a matrix of
-        zeros or without elements, which `tx` alone moves, as it does one of norm NaN.
+      done: number of completed updates, an int32 scalar; it saturates.
+      radius: the norm of each matrix, in float32 or wider: a tree like the parameters, in their
+        shapes but with size 1 along the axes of a matrix; None for other leaves. A matrix whose
+        norm is 0 or NaN gets the plain updates of `tx`.
       inner: state of the transformation inside.
 
     Example:
@@ -343,55 +343,56 @@ def hyperball(
     layer_axes: PyTree = None,
     radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
 ) -> Transformation:
-    """Keeps the norms of chosen matrices fixed, and turns each along the update of `tx`.
+    """Keeps the norms of chosen matrices fixed, and rotates each towards the update of `tx`.
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||
 
-    with u the update of `tx`, |.| the 2-norm of a matrix, and R its norm at `init`. The size of u
-    cancels, and with it the learning rate of `tx`, so each step turns a matrix by about
-    `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. A matrix whose
-    update is zero stays. All sums are in float32 or wider, and none overflows or underflows. Each
-    step sets the norm anew, so it does not drift; but as the update is a difference that is added,
-    a matrix that begins 1e7 times too large is rounded to zeros in its first step, and has the norm
-    from the next.
+    where u is the update of `tx`, |.| the 2-norm of a matrix, and R its norm at `init`. The
+    magnitude of u cancels, and with it the learning rate of `tx`: each step rotates a matrix by
+    about `learning_rate`, in radians. Around `adam` this is AdamH, around `muon` MuonH. A matrix
+    whose update is zero does not move. All sums are in float32 or wider, and none overflows or
+    underflows. Each step corrects the norm, so it does not drift. Since the update is added as a
+    difference, a matrix that starts out 1e7 times too large is rounded to zeros in its first step,
+    and has the right norm from the second.
 
-    A matrix that is zero at `init` has no norm to keep, so it is moved by the updates of `tx`, with
-    the learning rate of `tx`. `state.describe()` shows them; `radius` gives them a norm, which they
-    have from the first step.
+    A matrix that is zero at `init` has no norm to keep, so it gets the plain updates of `tx`, with
+    the learning rate of `tx`. `state.describe()` shows such matrices; `radius` gives them a norm,
+    which they have from the first step.
 
-    Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it: bfloat16
-    weights have their norm only to a rounding. Clipping inside or outside only affects chosen
-    leaves through the moments of `adam` or `muon`.
+    Put it around the optimizer, and `master_weights` or `stochastic_rounding` around it. The norm
+    of bfloat16 weights is only exact up to rounding. Clipping, inside or outside, affects the
+    chosen leaves only through the moments of `adam` or `muon`.
 
     Args:
-      tx: any transformation. Weight decay of chosen leaves would act against the norm. In
-        transformations of this library it raises an error; in others it is not seen, so switch it
-        off.
-      learning_rate: of chosen leaves, the angle of a step: a number in [0, inf), or a schedule,
-        which is a function of the number of updates done (0 at the first); or a prefix tree or
-        `by_path` of those. `update(..., hyperball_learning_rate=x)` overrides it for one call.
-        Other leaves keep the learning rate of `tx`.
-      leaves: which leaves keep their norm: a prefix tree of bools, or a function of the parameters'
-        `jax.ShapeDtypeStruct`s that returns one, such as `hidden_matrices()`. Required. None and
-        integers are never chosen. A fused leaf, as of `muon(split=)`, has one norm; separate leaves
-        have one each.
-      mesh_axes: names of the mesh axes over which the matrices of a leaf are sharded, inside
-        `shard_map` or `pmap`, as for `lars`; one all-reduce for each set of axes. An axis over
-        which whole layers or experts are sharded is not named.
-      layer_axes: axes of a leaf with a matrix for each index, each with a norm of its own: layers
-        for `lax.scan`, experts. An int, a tuple of ints, or None, or a prefix tree of those.
-      radius: the norms to keep, in (0, inf), in the place of those at `init`: a number, or a
-        function of the shape of a matrix; or a prefix tree or `by_path` of those. It is read by
-        `init` alone: a state keeps its own.
+      tx: any transformation. Weight decay makes no sense for chosen leaves, because their norm is
+        fixed. In jgrad's own transformations it raises an error; in others it cannot be detected,
+        so turn it off.
+      learning_rate: the angle of each step for chosen leaves: a number in [0, inf), or a schedule,
+        which is a function of the number of completed updates (0 for the first); or a prefix tree
+        or `by_path` of these. `update(..., hyperball_learning_rate=x)` overrides it for one call.
+        Other leaves use the learning rate of `tx`.
+      leaves: which leaves keep their norm: a prefix tree of bools, or a function that returns one
+        from the parameters' `jax.ShapeDtypeStruct`s, such as `hidden_matrices()`. Required. None
+        and integers are never chosen. A fused leaf, such as one that `muon(split=...)` splits, has
+        a single norm.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the matrices of a leaf are
+        sharded, as for `lars`. Don't name axes over which whole layers or experts are sharded. Each
+        set of axes costs one all-reduce.
+      layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan` or experts,
+        each with its own norm: an int, a tuple of ints, None, or a prefix tree of these.
+      radius: the norms to keep, in (0, inf), instead of those at `init`: a number, a function of
+        the shape of a matrix, or a prefix tree or `by_path` of these. Only `init` reads it;
+        existing states keep their norms.
 
     Returns:
-      A transformation with state `HyperballState(done, radius, inner)`. Its update needs the
+      A transformation with state `HyperballState(done, radius, inner)`. `update` needs the
       parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside;
-        from an update, a chosen leaf with weight decay, or a state of another choice of leaves.
-      TypeError: an option of the wrong kind, or no `leaves`.
+      ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
+        inside; from `update`, a chosen leaf has weight decay, or the state was made for another
+        choice of leaves.
+      TypeError: an option has the wrong type, or `leaves` is missing.
 
     Example:
       >>> params = {"embed": jnp.ones((9, 3)), "w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -402,7 +403,7 @@ def hyperball(
       >>> f"{jnp.linalg.norm(params['w']):.4f}", state.radius["w"].shape
       ('2.4495', (1, 1))
 
-    Source: Wen et al., "Hyperball" (2026), arXiv 2606.16899; AdamH, MuonH and NorMuonH there.
+    Source: Wen et al., "Hyperball" (2026), arXiv 2606.16899, as AdamH, MuonH and NorMuonH.
     """
     tx = inside.transformation(_NAME, tx)
     if leaves is None:
@@ -419,7 +420,7 @@ def hyperball(
         inputs = Parameters(_NAME, params)
         checks.parameters(inputs.reference)
         chosen = _keeping(inputs, leaves)
-        # Outside of `shard_map` leaves are whole.
+        # Outside of `shard_map`, leaves are whole.
         is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
         axes = options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
@@ -509,7 +510,7 @@ def _measured(
 def _of_option(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: PyTree
 ) -> list[jax.Array | None]:
-    """The norms that a user wants, by `radius`."""
+    """The norms that a user gives by `radius`."""
     is_function = trees.may_be_function(radius) and trees.is_function(radius, inputs.shapes)
     arg = inputs.option("radius", True if is_function else radius)
     shapes = inputs.updated_shapes().leaves

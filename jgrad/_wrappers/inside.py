@@ -1,14 +1,14 @@
-"""The transformation inside a wrapper: whether it may stand there, and what its state is asked.
+"""The transformation inside a wrapper: whether it may be there, and what its state can tell.
 
-Between two wrappers there may be transformations of other libraries, which hold the state of what
-is inside as a part of their own. So a wrapper never asks which transformation is inside. It tells
-what it knows (see `told`), and is right where nobody hears it. And it asks the state, whose parts
-may say things by attributes of their types: which they are, and what they promise, is in
-`jgrad/_trees/protocols.py`.
+Between two wrappers there may be transformations of other libraries, which hold the inner state as
+a part of their own. A wrapper therefore never checks which transformation is inside. It passes on
+what it knows (see `told`), and is right even if nothing inside uses it. What it needs to know, it
+asks the state, whose parts may answer by attributes of their types; `jgrad/_trees/protocols.py`
+lists these.
 
-Which wrapper stands around which is known while their `init` runs: a wrapper is known to all that
-is inside, so it is found around a chain and around transformations of other libraries, too. A
-table has the orders that would train nothing or something else.
+The order of wrappers is checked while their `init` runs: each wrapper is known to everything
+inside, so it is found around chains and transformations of other libraries, too. A table lists the
+orders that would train nothing, or something else.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
 
-LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # told apart from one that scales no loss
+LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
 
 _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
 
@@ -34,7 +34,7 @@ _MOVING = ("hyperball", "schedule_free")  # weights by other updates than those 
 _IS_WIDE = "what is inside sees float32 weights, and has nothing to round"
 _IS_OTHER = "the updates inside are not those that move the weights"
 _EACH_CALL = "the average would move in each call, and not in each update"
-# Wrappers that do not update in each call, and how each goes around; optax's are known by states.
+# Wrappers that do not update in every call, and how each is applied; optax's are known by states.
 _OF_CALLS = {
     "accumulate": "accumulate({}, every)",
     "skip_nonfinite": "skip_nonfinite({})",

@@ -1,4 +1,4 @@
-"""What a program for a TPU makes of each leaf in 8 bits, and why."""
+"""How a TPU updates each 8-bit leaf, and why."""
 
 import functools
 from collections.abc import Iterator
@@ -31,23 +31,23 @@ def leaf_programs(
     mesh_axes: PyTree = None,
     **extra_args: Any,
 ) -> dict[str, str]:
-    """Says whether a TPU updates each array in 8 bits by one kernel, and if not, why.
+    """Tells whether a TPU updates each 8-bit array with one kernel, and if not, why.
 
         answer = "one kernel", or "XLA: " and the reason
 
-    A kernel of a leaf reads and writes each array once; what transformations of other libraries do
-    is outside of it. Without one XLA writes the moments in float32, too.
+    With one kernel per leaf, each array is read and written once; only transformations of other
+    libraries run outside of it. Without it, XLA also writes the moments to memory in float32.
 
-    Call it where the step is traced: under the same `jax.set_mesh`, or inside `shard_map`.
+    Call it in the same context as your step: under the same `jax.set_mesh`, or inside `shard_map`.
 
     Args:
       tx: any transformation.
-      params: arrays or `jax.ShapeDtypeStruct`s, with the shardings that they will have.
+      params: arrays or `jax.ShapeDtypeStruct`s, with the shardings that they will have in training.
       mesh_axes: as for `apply_gradients`.
       extra_args: as for `apply_gradients`.
 
     Returns:
-      The answer for each path in the state; nothing for a state without 8 bits.
+      A dict from paths in the state to answers; it is empty for a state without 8-bit arrays.
 
     Raises:
       TypeError: `tx` is not a transformation.
@@ -87,7 +87,7 @@ def leaf_programs(
 
 
 def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:
-    """The answer for each of the known values whose codes a step of a leaf reads."""
+    """The answer for each known value whose codes the step of a leaf reads."""
     known = dict(known)
     for equation in jaxpr.eqns:
         operands = [None if isinstance(x, core.Literal) else known.get(x) for x in equation.invars]

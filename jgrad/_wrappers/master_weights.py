@@ -25,10 +25,10 @@ _NAME = "master_weights"
 
 @state_of("master_weights", master="weights")
 class MasterState(NamedTuple):
-    """State of `master_weights`. The field names are a file format: checkpoints hold them.
+    """State of `master_weights`. Field names are part of the checkpoint format.
 
     Attributes:
-      master: a float32 copy of each half-precision parameter, None for each other one.
+      master: float32 copies of the half-precision parameters; None for others.
       inner: state of the transformation inside.
 
     Example:
@@ -45,32 +45,33 @@ class MasterState(NamedTuple):
 
     @property
     def __jgrad_unrounded__(self) -> bool:
-        """Says that `accumulate` is to hand on means in float32."""
+        """Asks `accumulate` to pass on means in float32."""
         return True
 
 
 @explained
 def master_weights(tx: optax.GradientTransformation) -> Transformation:
-    """Trains float32 copies of half-precision parameters, and sets these to the rounded copies.
+    """Trains float32 copies of half-precision parameters, and rounds the copies at each step.
 
         master' = master + tx(float32 g, master)
         updates = round(master') - w
 
-    Just below 1, bfloat16 numbers are 2^-8 apart, so a smaller step than half of that rounds away.
-    The copies keep such steps. `w + updates` is `master'` rounded to the dtype of w; in a step that
-    changes a weight by more than a factor of two it may be one unit in the last place off, and the
-    next step corrects it. Parameters of other dtypes are optimized as they are. Memory, per
-    half-precision parameter: 4 bytes, and the state of `tx` as for a float32 parameter.
+    Just below 1, bfloat16 numbers are 2^-8 apart, so steps smaller than half of that are lost to
+    rounding. The float32 copies keep such steps. `w + updates` is `master'` rounded to the dtype of
+    w. If a step changes a weight by more than a factor of two, it may be off by one unit in the
+    last place, which the next step corrects. Parameters of other dtypes are optimized directly.
+    Each half-precision parameter costs 4 more bytes, and its state in `tx` is that of a float32
+    parameter.
 
     Args:
-      tx: any transformation. It sees float32 gradients and parameters for half-precision ones.
+      tx: any transformation. It gets half-precision gradients and parameters in float32.
 
     Returns:
-      A transformation with state `MasterState(master, inner)`. Its update needs the parameters.
+      A transformation with state `MasterState(master, inner)`. `update` needs the parameters.
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: from `init`, another wrapper inside that rounds weights.
+      ValueError: from `init`, another wrapper that rounds weights is inside.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
@@ -134,17 +135,17 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 
 def _to_follow(copy: jax.Array, p: jax.Array) -> jax.Array:
     """What takes a parameter to its copy, rounded."""
-    # From -60000 to 60000 is more than the largest float16: the next step does the rest.
+    # From -60000 to 60000 is more than the largest float16: the next step adds the rest.
     rounded = numerics.wide(copy.astype(p.dtype))
     far, largest = rounded - numerics.wide(p), float(jnp.finfo(p.dtype).max)
     near = jnp.clip(far, -largest, largest)
-    # Where the copy overflows float16 the update is infinite: `skip_nonfinite` sees it.
+    # If the copy overflows float16, the update is infinite, and `skip_nonfinite` detects it.
     return jnp.where(jnp.isinf(rounded), far, near)
 
 
 @functools.cache  # one function object for each choice, so that JAX's caches find it again
 def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The new copy and the update, of one leaf, where they follow the update in one kernel."""
+    """The new copy and the update of one leaf, if they follow the update in one kernel."""
 
     def followed(
         u: jax.Array, p: jax.Array, copy: jax.Array, *flag: jax.Array
@@ -177,5 +178,5 @@ def _is_half(p: Any) -> bool:
 
 
 def _optimized(master: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside sees: the copy where there is one, else the parameter."""
+    """What the transformation inside gets: the copy if there is one, else the parameter."""
     return jax.tree.map(lambda m, p: m if _is_half(p) else p, master, params, is_leaf=trees.is_none)

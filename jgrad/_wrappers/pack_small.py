@@ -1,4 +1,4 @@
-"""Small leaves packed inside a transformation, for training loops that remain unchanged."""
+"""Packs small leaves inside a transformation, so that training loops stay unchanged."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -29,25 +29,26 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
 
-    The numbers are those of `tx` alone, in float32 bit for bit; see `pack`. With a `max_size` of
-    4096 or more, smaller leaves have a buffer of their own, so that 8 bits are the same, too.
-    Training on packed parameters gains more, since no step then packs and unpacks. In a step in
-    which a small leaf has the gradient None, `tx` works on the tree.
+    Packing avoids a loop or a kernel launch for each small leaf. Results match those of `tx` alone,
+    in float32 bit for bit; see `pack`. If `max_size` is 4096 or more, leaves too small for 8-bit
+    moments get a separate buffer, so that 8-bit results match as well. Training on packed
+    parameters saves more, because no step has to pack and unpack. In a step where a small leaf has
+    the gradient None, nothing is packed.
 
     Args:
-      tx: any transformation of this library, whose options are given for the tree, or any other
-        that treats each element by itself and maps 0 to 0. Masks and labels of optax see the tree
-        only from outside: `optax.masked(pack_small(tx), mask)`.
-      max_size: elements of the largest leaf that is packed; larger ones gain nothing.
+      tx: any transformation of jgrad, with options given for the unpacked tree, or any other that
+        is elementwise and maps 0 to 0. optax's masks and labels only work on the unpacked tree, so
+        put them outside: `optax.masked(pack_small(tx), mask)`.
+      max_size: number of elements up to which a leaf is packed; larger ones would gain nothing.
 
     Returns:
-      A transformation whose state is that of `tx` for packed parameters. `unpack` of it is the
-      state of `tx` alone: save that one, restore it, and `pack(restored, like=state)`. Orbax,
-      pickle and equinox save the packed one too, and `flax.serialization` saves it unpacked. Where
-      `optax.tree.map_params` is given trees beside the state, give it `tx` and `unpack(state)`.
+      A transformation whose state is that of `tx` for packed parameters. `unpack(state)` is the
+      state of `tx` alone: save this, and after restoring use `pack(restored, like=state)`. Orbax,
+      pickle and equinox can also save the packed state, and `flax.serialization` saves it unpacked.
+      If you pass other trees to `optax.tree.map_params`, use `tx` and `unpack(state)` there.
 
     Raises:
-      ValueError: `max_size` below 0.
+      ValueError: `max_size` is below 0.
       TypeError: `tx` is not a transformation, or `max_size` is not an int.
 
     Example:
@@ -89,7 +90,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
             checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
             layout = old
         elif layout.is_part_of(old):
-            # The tree may be another with the same leaves: flax's nnx wraps them for `init` alone.
+            # The tree may differ but have the same leaves: flax's nnx only wraps them for `init`.
             layout = dataclasses.replace(old, structure=layout.structure)
         else:
             phrase = next(layout.__jgrad_differences__(old, "`params`", "it"))
@@ -97,7 +98,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
                 f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
                 f"{phrase}."
             )
-        # Parts of the state may have layouts of their own, of some leaves alone.
+        # Parts of the state may have their own layouts, for some of the leaves.
         state = _with_structure(state, layout.structure)
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)

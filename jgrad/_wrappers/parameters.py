@@ -1,4 +1,4 @@
-"""Parameters of a wrapper: checked, in float32, copied, and after updates."""
+"""The parameters that a wrapper gets: checked, in float32, copied, and after updates."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Schedule-free training: an average of the steps in place of a schedule."""
+"""Schedule-free training: averaging the iterates replaces a schedule."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,16 +29,16 @@ _POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 @state_of("schedule_free", z="weights", average="weights")
 class ScheduleFreeState(NamedTuple):
-    """State of `schedule_free`. The field names are a file format: checkpoints hold them.
+    """State of `schedule_free`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
-      weight_sum: the sum of the weights in the average, a scalar: float64 if a parameter is, else
-        float32. A float32 one, as versions before 1.1 made beside float64 parameters, stays that.
+      done: number of completed updates, an int32 scalar; it saturates.
+      weight_sum: sum of the weights in the average, a scalar in float64 if a parameter is, else in
+        float32. For float64 parameters, a float32 sum from a version before 1.1 stays float32.
       largest_rate: the largest learning rate so far, a scalar of that dtype.
-      z: what the transformation inside steps, a tree like the parameters, float32 for
+      z: the iterates of the transformation inside; a tree like the parameters, in float32 for
         half-precision ones.
-      average: the average of z, a tree like it: what to evaluate.
+      average: the average of z, with which to evaluate the model.
       inner: state of the transformation inside.
 
     Example:
@@ -65,7 +65,7 @@ def schedule_free(
     weight_power: Scalar = 2.0,
     step_power: Scalar = 0.0,
 ) -> Transformation:
-    """Averages the iterates of an optimizer, so that it needs no schedule but a warm-up.
+    """Averages the iterates of an optimizer, so that it needs a warm-up but no other schedule.
 
         z'       = z + tx(g, y)                                        g is the gradient at y
         weight   = (done + 1)^step_power largest_rate^weight_power
@@ -73,30 +73,33 @@ def schedule_free(
         average' = (1 - c) average + c z'
         y'       = beta average' + (1 - beta) z'
 
-    You train y. To evaluate the model or to deploy it, use the average instead,
-    `optax.tree.get(state, "average")`. `beta` stands in for momentum, so give `tx` none:
+    The parameters that you train are y. To evaluate or deploy the model, use the average instead,
+    `optax.tree.get(state, "average")`. `beta` replaces momentum, so use a `tx` without it:
     `schedule_free(adam(0.0025, beta1=0.0, beta2=0.999, bias_correction="moments"))` is the authors'
-    AdamW. Weight decay inside `tx` acts on y, as in their code. Half-precision parameters have
-    float32 z and averages, and `tx` sees float32 ones. Integer leaves are left alone.
+    AdamW. Weight decay inside `tx` acts on y, as in their code. For half-precision parameters, z
+    and the average are in float32, and so are the gradients and parameters that `tx` gets. Integer
+    leaves are left unchanged.
 
     Args:
       tx: any transformation.
-      beta: in [0, 1).
-      learning_rate: that of `tx`. If it is a schedule, give the same function here. A number in
-        [0, inf), or a function of the number of updates done. Only its ratios matter; weights are
-        clipped to 2^-96 and 2^96, and learning rates below the smallest normal number, which is
-        1.2e-38 in float32, count as 0. In a call with `update(..., learning_rate=x)` it is x, of a
-        tree the largest.
-      weight_power: of the largest learning rate so far, in [0, 4]: steps of a warm-up count less.
-      step_power: of the number of the update, in [0, 4]; above 0 later steps count more.
+      beta: the weight of the average in y, in [0, 1).
+      learning_rate: the learning rate of `tx`: a number in [0, inf), or a function of the number of
+        completed updates. If `tx` has a schedule, pass the same function here. Only ratios matter.
+        Weights are clipped to 2^-96 and 2^96, and learning rates below the smallest normal number,
+        1.2e-38 in float32, count as 0. `update(..., learning_rate=x)` uses x in that call, or its
+        largest value if x is a tree.
+      weight_power: the power of the largest learning rate so far, in [0, 4]; above 0, steps of a
+        warm-up count less.
+      step_power: the power of the number of the update, in [0, 4]; above 0, later steps count more.
 
     Returns:
       A transformation with state `ScheduleFreeState(done, weight_sum, largest_rate, z, average,
-      inner)`. Its update needs the parameters.
+      inner)`. `update` needs the parameters.
 
     Raises:
-      ValueError: a Python number out of range; from `init`, a wrapper inside that belongs outside.
-      TypeError: `tx` is not a transformation, or an option of the wrong kind.
+      ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
+        inside.
+      TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -199,19 +202,19 @@ def _weight(
 ) -> tuple[jax.Array, jax.Array]:
     """The largest rate so far, and the weight of this step: 0 before a rate that is not 0.
 
-    In the dtype of the largest rate so far, which a state keeps for ever.
+    In the dtype of the largest rate so far, which a state always keeps.
     """
     wide = [jnp.asarray(x).astype(largest.dtype) for x in (rate, done, weight_power, step_power)]
     rate, step, by_rate, by_step = wide
     largest = jnp.maximum(rate, largest)
-    # Their sum stays finite, and none is 0, so that the average moves whatever the options are.
+    # Their sum stays finite, and none is 0, so the average moves whatever the options are.
     factors = [jnp.clip(x, 1 / _LARGEST, _LARGEST) for x in (step**by_step, largest**by_rate)]
     weight = jnp.clip(factors[0] * factors[1], 1 / _LARGEST, _LARGEST)
     return largest, jnp.where((largest == 0) & (by_rate != 0), 0, weight)
 
 
 def _with(copies: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside sees: the wide copy where there is one, else the parameter."""
+    """What the transformation inside gets: the float32 copy if there is one, else the parameter."""
     return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
 
 

@@ -1,4 +1,4 @@
-"""Steps that would make something non-finite are skipped; loss scaling for float16."""
+"""Skips steps that would make something non-finite, with loss scaling for float16."""
 
 import functools
 from typing import Any, NamedTuple
@@ -29,14 +29,15 @@ _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
 
 @state_of("skip_nonfinite", loss_scale="like")
 class SkipState(NamedTuple):
-    """State of `skip_nonfinite`. The field names are a file format: checkpoints hold them.
+    """State of `skip_nonfinite`. Field names are part of the checkpoint format.
 
     Attributes:
-      skipped: number of steps skipped since the start, or of mini-batches around `accumulate`, an
+      skipped: number of skipped steps (around `accumulate`, of mini-batches) since the start, an
         int32 scalar; it saturates.
       inner: state of the transformation inside.
-      streak: finite steps since the last skip or growth of the scale, an int32 scalar.
-      loss_scale: what the loss is to be multiplied by, a float32 scalar; 1 without loss scaling.
+      streak: number of finite steps since the scale last changed, an int32 scalar.
+      loss_scale: the factor by which to multiply the loss, a float32 scalar; 1 without loss
+        scaling.
 
     Example:
       >>> tx = jgrad.skip_nonfinite(jgrad.adam(1e-3), loss_scale=2.0**15)
@@ -73,36 +74,39 @@ def skip_nonfinite(
         skipped' = skipped, or skipped + 1
 
     `loss_scale` turns on dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
-    before you differentiate it. The scale halves at each step skipped, down to 1, and doubles after
-    each `growth_interval` finite steps in a row, up to 2^125; `tx` sees gradients in float32 or
-    wider. Put clipping inside, so that it sees gradients without the scale.
+    before you differentiate it. The scale is halved at each skipped step, down to 1, and doubled
+    after `growth_interval` finite steps in a row, up to 2^125. `tx` gets unscaled gradients in
+    float32 or wider, so put clipping inside.
 
-    Transformations of this library make nothing non-finite of finite gradients, since they work in
-    float32 or wider and saturate, and their updates are clipped to 2^102 (2^118 for bfloat16),
-    which can be added to any parameter. So it is enough to check the gradients, or the norm that
-    `clip_by_global_norm` has computed of them. The results of other transformations are checked,
-    and so are float16 parameters, which overflow at 65504; that reads every new array once more.
+    jgrad's own transformations never turn finite gradients into something non-finite: they work in
+    float32 or wider, saturate, and clip updates to 2^102 (2^118 for bfloat16), which can be added
+    to any parameter. For these it is enough to check the gradients, or their norm if
+    `clip_by_global_norm` computes it. With other transformations, and with float16 parameters,
+    which overflow at 65504, the results are checked as well, which reads every new array once more.
 
-    With an `accumulate` inside, a non-finite mini-batch is left out of its window, which continues
-    and closes as usual. A window whose update is non-finite is dropped as a whole.
+    With an `accumulate` inside, a non-finite mini-batch is left out of its window, and the window
+    continues and closes as usual. If the update of a window is non-finite, the whole window is
+    dropped.
 
     Args:
       tx: any transformation.
-      loss_scale: first scale of the loss, in [1, 2^125], such as 2**15; None for no scaling.
-      growth_interval: finite steps until the scale doubles, at least 1.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lars`: all devices then skip the same steps.
-      branch: True lets the gradients alone decide, and runs `tx` in a branch, as
-        `optax.apply_if_finite` does: for transformations of other libraries that make nothing
-        non-finite of finite gradients. It reads least then; on an accelerator the branch waits.
+      loss_scale: initial scale of the loss, in [1, 2^125], such as 2**15; None for no loss scaling.
+      growth_interval: number of finite steps after which the scale doubles, at least 1.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lars`, so that all devices skip the same steps.
+      branch: True checks the gradients only and runs `tx` in a branch, as `optax.apply_if_finite`
+        does. Use it with transformations of other libraries that never turn finite gradients into
+        something non-finite. It reads the least memory, but on accelerators the branch has to wait
+        for the decision.
 
     Returns:
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
 
     Raises:
-      ValueError: a Python number out of range, or a `growth_interval` without `loss_scale`; from
-        `init`, another loss scale inside; from `update`, under `jit`, a clip before the loss scale.
-      TypeError: an option of the wrong kind.
+      ValueError: a Python number is out of range, or `growth_interval` is given without
+        `loss_scale`; from `init`, another loss scale is inside; from `update`, under `jit`,
+        clipping comes before the loss scale.
+      TypeError: an option has the wrong type.
 
     Example:
       >>> params = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -166,7 +170,7 @@ def _check_scale(loss_scale: Scalar) -> None:
 
 
 def _check_unclipped(inputs: Inputs) -> None:
-    """No clip stands before it in a chain, as far as a traced gradient says how it was made."""
+    """Checks that no clipping comes before it in a chain, if a traced gradient shows this."""
     if any(rule is clip.clipped for g in inputs.g for rule, _ in origin(g).functions):
         came = "gradients that `clip_by_global_norm` clipped before the loss scale was divided out"
         expected = f"the clip inside: `{_NAME}(optax.chain(clip, tx), loss_scale=...)`"
@@ -245,7 +249,7 @@ def _works(
 def _next_scale(
     scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Half the scale after a skip, twice the scale after a streak, which begins anew."""
+    """Half the scale after a skip, twice the scale after a streak, which then restarts."""
     grow = streak >= growth_interval
     larger = jnp.where(grow, jnp.minimum(2 * scale, _LARGEST_SCALE), scale)
     return jnp.where(finite, larger, jnp.maximum(scale / 2, 1)), jnp.where(grow, 0, streak)

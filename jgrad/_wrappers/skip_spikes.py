@@ -1,4 +1,4 @@
-"""Steps whose loss is far above the losses before are left out."""
+"""Skips steps whose loss is far above recent losses."""
 
 import math
 from typing import Any, NamedTuple
@@ -27,17 +27,17 @@ _LEAST = 4  # losses in a window: one loss is a quarter of it
 
 @state_of("skip_spikes")
 class SpikeState(NamedTuple):
-    """State of `skip_spikes`. The field names are a file format: checkpoints hold them.
+    """State of `skip_spikes`. Field names are part of the checkpoint format.
 
     Attributes:
-      skipped: number of steps left out since the start, or of mini-batches around `accumulate`, an
+      skipped: number of skipped steps (around `accumulate`, of mini-batches) since the start, an
         int32 scalar; it saturates.
       inner: state of the transformation inside.
-      losses: the last accepted losses, a float32 vector of `window`, the newest last; zeros in
-        front of them.
-      accepted: how many of these there are, an int32 scalar.
-      streak: steps left out in a row, an int32 scalar; it saturates.
-      restarts: number of windows that were started anew, an int32 scalar; it saturates.
+      losses: the last accepted losses, a float32 vector of length `window`, newest last, padded
+        with zeros in front.
+      accepted: number of losses in the window, an int32 scalar.
+      streak: number of steps skipped in a row, an int32 scalar; it saturates.
+      restarts: how often the window started over, an int32 scalar; it saturates.
 
     Example:
       >>> state = jgrad.skip_spikes(jgrad.adam(1e-3), window=16).init({"w": jnp.ones((3, 2))})
@@ -66,46 +66,46 @@ def skip_spikes(
     restart: bool = True,
     mesh_axes: PyTree = None,
 ) -> Transformation:
-    """Skips every step whose loss is far above those of the steps before it.
+    """Skips every step whose loss is far above the recent losses.
 
         middle  = median of the last accepted losses
         spread  = 1.4826 median |losses - middle|
         updates = tx(g)   if loss <= middle + deviations spread, and finite, else 0
 
-    A skipped step leaves the state as it was, so it enters no moment, counter or schedule, nor the
-    window of losses. Until a quarter of the window is full, only losses that are not finite are
-    skipped. After `window` skipped losses in a row the window starts anew, since that is then the
-    usual height of the loss.
+    A skipped step affects no moment, counter or schedule, and its loss does not enter the window.
+    Until the window is a quarter full, only steps with non-finite losses are skipped. After
+    `window` skipped losses in a row, the window starts over, because the loss has evidently settled
+    at a new level.
 
-    The spread is at least a unit in the last place of `middle`, in the dtype of the loss, float32
-    at most: where most losses of a window are equal, their deviation is 0. The rule is computed in
-    float32, so a float64 loss above 3.4e38 is not finite.
+    The spread is at least one unit in the last place of `middle`, in the dtype of the loss but at
+    most float32, because it would be 0 if most losses in the window were equal. The rule is
+    computed in float32, so a float64 loss above 3.4e38 counts as non-finite.
 
-    It does not look at gradients, so put `skip_nonfinite` inside. With it, or around it, a step
-    costs what it costs without `skip_spikes`. A non-finite gradient beside an ordinary loss is left
-    out by `skip_nonfinite` alone; inside of `skip_spikes`, it does not keep the loss from the
-    window.
+    `skip_spikes` does not look at gradients, so put `skip_nonfinite` inside. Combined with it, in
+    either order, `skip_spikes` adds nothing to the cost of a step. A step with an ordinary loss but
+    a non-finite gradient is skipped by `skip_nonfinite` alone; if that is inside, the loss still
+    enters the window.
 
-    With an `accumulate` inside, a mini-batch is left out of its window, which continues and closes
-    as usual. Put all that keeps a state inside that `accumulate`: what stands before it or beside
-    it sees the gradients of such a call.
+    With an `accumulate` inside, a spike only leaves its mini-batch out of the accumulation window,
+    which continues and closes as usual. Put everything with a state inside that `accumulate`,
+    because transformations before or beside it also see the gradients that are left out.
 
     Args:
-      tx: any transformation. All arguments of the call are handed on to it.
-      window: losses to compare with, at least 4.
-      deviations: how many spreads above the median a loss may be, in [0, inf).
-      restart: False keeps the window whatever happens.
-      mesh_axes: names of the mesh axes over which the batch or leaves are sharded, inside
-        `shard_map` or `pmap`, as for `lars`: the mean of the loss over them decides, so that all
-        devices leave out the same steps.
+      tx: any transformation. It gets all arguments of the call.
+      window: number of recent losses to compare with, at least 4.
+      deviations: by how many spreads a loss may exceed the median, in [0, inf).
+      restart: False never starts the window over.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the batch or leaves are
+        sharded, as for `lars`. The mean of the loss over these decides, so that all devices skip
+        the same steps.
 
     Returns:
       A transformation with state `SpikeState(skipped, inner, losses, accepted, streak, restarts)`.
-      Its update needs `loss=`, a real scalar: that of the gradients, without a loss scale.
+      `update` needs `loss=`, a real scalar: the loss whose gradients it gets, without a loss scale.
 
     Raises:
-      ValueError: a Python number out of range.
-      TypeError: an option of the wrong kind, or an update without `loss=`.
+      ValueError: a Python number is out of range.
+      TypeError: an option has the wrong type, or `update` is called without `loss=`.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -116,8 +116,8 @@ def skip_spikes(
       >>> int(state.skipped), int(state.inner.step), bool((updates["w"] == 0).all())
       (1, 3, True)
 
-    Source: OLMo-core's `SkipStepOptimizer`, with mean and standard deviation of all last losses.
-      Spikes enter these and raise the bound for the next; they move no median.
+    Source: OLMo-core's `SkipStepOptimizer`, which uses mean and standard deviation. There, every
+      spike enters these and raises the bound for the next one; a median is not affected.
     """
     tx = inside.transformation(_NAME, tx)
     read_mesh_axes(_NAME, mesh_axes)
@@ -150,7 +150,7 @@ def skip_spikes(
         loss = _read(loss)
         value = loss.astype(jnp.float32)
         if sharded_over:
-            value = jax.lax.pmean(value, sharded_over)  # not finite where one is not
+            value = jax.lax.pmean(value, sharded_over)  # not finite if one isn't
         epsilon = max(float(jnp.finfo(x).eps) for x in (loss.dtype, jnp.float32))
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
@@ -196,7 +196,7 @@ def _read(loss: Any) -> jax.Array:
 def _is_accepted(
     loss: jax.Array, state: SpikeState, deviations: jax.Array, epsilon: float
 ) -> jax.Array:
-    """Whether the loss is finite, and near enough to those of the window, or these are too few."""
+    """Whether the loss is finite, and close enough to the window, or the window still too short."""
     size = state.losses.shape[0]
     is_there = jnp.arange(size, dtype=jnp.int32) >= size - state.accepted
     middle = _median(state.losses, is_there, state.accepted)
@@ -209,7 +209,7 @@ def _is_accepted(
 
 def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     """Of the elements that are there; 0 of none."""
-    # The others last, and not by an infinity, which `jax_debug_infs` takes for an error.
+    # The others last, but without infinities, which `jax_debug_infs` treats as an error.
     x = jax.lax.sort((~is_there, x), num_keys=2)[1]
     last = jnp.maximum(count - 1, 0)
     pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2

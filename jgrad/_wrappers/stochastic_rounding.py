@@ -1,4 +1,4 @@
-"""bfloat16 parameters without a master copy: the new weight is rounded stochastically."""
+"""Trains bfloat16 parameters without float32 copies, by stochastic rounding."""
 
 import functools
 from collections.abc import Callable
@@ -30,10 +30,10 @@ _PURPOSE = 2  # weights; moments are rounded with other bits
 
 @state_of("stochastic_rounding")
 class StochasticState(NamedTuple):
-    """State of `stochastic_rounding`. The field names are a file format: checkpoints hold them.
+    """State of `stochastic_rounding`. Field names are part of the checkpoint format.
 
     Attributes:
-      done: number of updates, an int32 scalar; it saturates.
+      done: number of completed updates, an int32 scalar; it saturates.
       inner: state of the transformation inside.
 
     Example:
@@ -48,12 +48,12 @@ class StochasticState(NamedTuple):
 
     @property
     def step(self) -> NoReturn:
-        """Gone: what `done` was called up to 0.6."""
+        """Removed: the name of `done` up to 0.6."""
         raise AttributeError("StochasticState: `step`: gone in 2.0, expected `done`.")
 
     @property
     def __jgrad_unrounded__(self) -> bool:
-        """Says that `accumulate` is to hand on means in float32."""
+        """Asks `accumulate` to pass on means in float32."""
         return True
 
 
@@ -67,41 +67,41 @@ def stochastic_rounding(
         rounded = the bfloat16 above new with probability (new - below) / (above - below), or below
         updates = rounded - w
 
-    The mean of `rounded` is `new`, so that steps much smaller than the distance between two
-    bfloat16 numbers move a weight in the mean, where rounding to the nearest loses each of them.
-    Weight decay is part of the step, so that both are rounded once, together. A weight whose step
-    is 0 stays. Infinities and NaN stay, and a finite new weight does not become infinite.
-    Parameters of other dtypes are optimized as they are. Memory, per bfloat16 parameter: the state
-    of `tx` as for a float32 parameter; `moment_dtype` of `tx` makes that smaller.
+    The expected value of `rounded` is `new`. On average, a weight therefore moves even by steps
+    much smaller than the distance between two bfloat16 numbers, each of which would be lost by
+    rounding to nearest. Weight decay is part of the step, so both are rounded only once. If the
+    step is 0, the weight stays exactly the same. Infinity and NaN are preserved, and a finite new
+    weight never becomes infinite. Parameters of other dtypes are optimized directly. Each bfloat16
+    parameter has a state in `tx` like a float32 parameter; `moment_dtype` of `tx` makes it smaller.
 
-    It stands where `master_weights` stands: inside `accumulate` and `skip_nonfinite`, around
-    clipping, the optimizer and `average_params`, which averages weights before they are rounded.
+    Use it in place of `master_weights`: inside `accumulate` and `skip_nonfinite`, and around
+    clipping, the optimizer and `average_params`, which then averages weights before they are
+    rounded.
 
-    `w + updates` is `rounded`, bit for bit, where a weight goes to half of itself at least, and to
-    the double at most. Beyond that no bfloat16 update may lead there: then `w + updates` is within
-    one unit in the last place of the larger of both weights, as it is with `master_weights`.
+    `w + updates` is exactly `rounded` if the new weight is between half and twice the old one.
+    Otherwise, no bfloat16 update may lead there, and `w + updates` is within one unit in the last
+    place of the larger of the two weights, as with `master_weights`.
 
-    The random bits are a hash of (seed, step, leaf, element). No key is in the state. The bits are
-    the same on a tree, packed, on any number of devices, on all replicas, and after a resume;
-    inside `shard_map` where `mesh_axes` says how leaves are sharded, or `zero` does. They repeat
-    once the counter of steps is saturated, after 2^31 updates. Models under `vmap` have the same
-    bits.
+    The random bits are a hash of (seed, step, leaf, element), so the state has no key. They are the
+    same on any number of devices, on all replicas, after a restart, and if parameters are packed;
+    inside `shard_map`, this needs `mesh_axes` or `zero`. They repeat after 2^31 updates, when the
+    step counter saturates. Models under `vmap` share their random bits.
 
     Args:
-      tx: any transformation. It sees float32 gradients and parameters for bfloat16 ones.
-      seed: an int of at least 0. Another seed gives other random bits.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of those. It
-        is told to `tx`, whose moments may be rounded at random, too. Without it the devices have
-        random bits of their own where types say that a leaf is sharded (`check_vma=True`), and
-        otherwise those of the first device.
+      tx: any transformation. It gets bfloat16 gradients and parameters in float32.
+      seed: an int of at least 0; it determines the random bits.
+      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. `tx`
+        uses it as well if it rounds moments stochastically. Without it, each device has its own
+        random bits for leaves that JAX knows to be sharded (`check_vma=True`), and those of the
+        first device for all others.
 
     Returns:
-      A transformation with state `StochasticState(done, inner)`. Its update needs the parameters.
+      A transformation with state `StochasticState(done, inner)`. `update` needs the parameters.
 
     Raises:
-      TypeError: `tx` is not a transformation, `seed` is not an int, `mesh_axes` is of the wrong
-        kind, or a parameter is of float16 or of 8 bits: use `master_weights` for these.
-      ValueError: `seed` below 0; from `init`, another wrapper inside that rounds weights.
+      TypeError: `tx` is not a transformation, `seed` is not an int, `mesh_axes` has the wrong type,
+        or a parameter is in float16 or 8 bits, for which you can use `master_weights`.
+      ValueError: `seed` is below 0; from `init`, another wrapper that rounds weights is inside.
 
     Example:
       >>> params = grads = {"w": jnp.ones((64, 256), jnp.bfloat16)}
@@ -174,7 +174,7 @@ def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> jax.Array
 
 
 def _rounded_alone(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
-    """The same where it follows the update in one kernel."""
+    """The same, if it follows the update in one kernel."""
     return (_difference(rounding.to_bfloat16, p, u, rounding.bits(p)),)
 
 
@@ -185,11 +185,11 @@ def _difference(
     """`rounded - p`. Few operations: on CPUs they decide the time of a step, not the memory."""
     w = p.astype(jnp.float32)
     new = w + u
-    # Infinities, NaN, and numbers whose neighbour above is infinite lose what is dropped.
+    # Infinities, NaN, and numbers whose upper neighbour is infinite are truncated.
     up = jnp.where(jnp.abs(new) < bfloat16.LARGEST, random >> 16, jnp.uint32(0))
     bits = (bfloat16.bits_of(new) + up) & jnp.uint32(0xFFFF0000)
     far = jax.lax.bitcast_convert_type(bits, jnp.float32) - w
-    # To the nearest. With an infinite weight, NaN or an overflow: the step, towards zero.
+    # To nearest. With an infinite weight, NaN or overflow: the step, towards zero.
     fits = jnp.abs(far) <= bfloat16.LARGEST
     nearest = bfloat16.bits_of(far) + jnp.uint32(0x8000)
     return to_bfloat16(jnp.where(fits, nearest, bfloat16.bits_of(u)))
@@ -201,7 +201,7 @@ def _difference_jvp(
     primals: tuple[jax.Array, ...],
     tangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """The slope is that of the step, as if nothing were rounded."""
+    """The derivative is that of the step, as if nothing were rounded."""
     return _difference(to_bfloat16, *primals), tangents[1].astype(jnp.bfloat16)
 
 
@@ -214,7 +214,7 @@ def _counter(done: Any) -> jax.Array:
 
 
 def _check_dtypes(params: ArgLeaves) -> None:
-    """No parameter of less than 32 bits but bfloat16: it would be rounded to the nearest."""
+    """Rejects parameters below 32 bits except bfloat16: they would be rounded to nearest."""
     for i, p in enumerate(params.leaves):
         if p is None or not jnp.issubdtype(p.dtype, jnp.floating) or _is_rounded(p):
             continue
@@ -228,7 +228,7 @@ def _is_rounded(p: Any) -> bool:
 
 
 def _wide(params: PyTree) -> PyTree:
-    """What the transformation inside sees: float32 for bfloat16 parameters."""
+    """What the transformation inside gets: float32 for bfloat16 parameters."""
 
     def wide(p: Any) -> Any:
         return made_of(numerics.wide(p), in_float32, p) if _is_rounded(p) else p

@@ -1,4 +1,4 @@
-"""What an optimizer does: norms, ratios and counters of its steps, as arrays in the state."""
+"""Measures what an optimizer does: norms, ratios and counters, as arrays in the state."""
 
 import functools
 import itertools
@@ -45,7 +45,7 @@ def norms_of_update(
     w: Sequence[jax.Array | None],
     u: Sequence[jax.Array | None],
 ) -> Measured:
-    """What is measured of gradients, parameters and updates."""
+    """What is measured for gradients, parameters and updates."""
     numbers = _norms_of(_GRADIENTS, inputs, inputs.g, layers)
     numbers |= _norms_of(_PARAMS, inputs, w, layers)
     numbers |= _norms_of(_UPDATES, inputs, u, layers)
@@ -111,10 +111,11 @@ _VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d
 
 @state_of("watch", report="measured")
 class WatchState(NamedTuple):
-    """State of `watch`. The field names are a file format: checkpoints hold them.
+    """State of `watch`. Field names are part of the checkpoint format.
 
     Attributes:
-      report: arrays by name, float32, and int32 for counters; `watch` has the names.
+      report: a dict from names, which are explained in `watch`, to float32 arrays, or int32 for
+        counters.
       inner: state of the transformation inside.
 
     Example:
@@ -141,7 +142,7 @@ def watch(
     layer_axes: PyTree = None,
     mesh_axes: PyTree = None,
 ) -> Transformation:
-    """Measures the gradients, updates and parameters of each step, and changes none of them.
+    """Measures the gradients, updates and parameters of each step, without changing them.
 
         grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss
         update_norm  = |u|, u the updates
@@ -149,48 +150,48 @@ def watch(
         update_ratio = |u| / |w|, and 0 where w is
         nonfinite    = the number of layers whose gradient is not finite, of all leaves
 
-    with |.| the 2-norm, computed without overflow or underflow. There is one number for the whole
-    model and one for each leaf, such as `grad_norm/embed/table`, whose path is its keys, attributes
-    and indices joined by `/`. A leaf that is a stack of layers has an array with an entry for each
-    layer. A norm is at most the largest number of its dtype, unless an element is infinite or NaN;
-    then the norm is, too. Without a gradient it is 0.
+    where |.| is the 2-norm, computed without overflow or underflow. There is one number for the
+    whole model and one for each leaf, such as `grad_norm/embed/table`, where keys, attributes and
+    indices are joined by `/`. A leaf that is a stack of layers has an array with one entry per
+    layer. Norms saturate at the largest finite number, and are infinite or NaN only if an element
+    is. Without a gradient, the norm is 0.
 
-    Optimizers inside add their `learning_rate`, where it is one number and no tree, and clipping
-    its `clip_factor`; of two with one name, the last says it. Transformations of other libraries
-    add none, nor does what they call in a branch, a loop or a `jax.jit` of their own, as
-    `optax.MultiSteps` does. Where `init` cannot try an update, since that needs arguments such as
-    the `value=` of optax's `reduce_on_plateau`, or mesh axes, nothing inside adds any, which is
-    logged once. In a call that does not compute a number, such as one inside the window of an
-    `accumulate`, the old one stays.
+    Optimizers inside also report their `learning_rate`, if it is a single number, and clipping its
+    `clip_factor`; if several share a name, the last one counts. Transformations of other libraries
+    report nothing, nor does anything that these call in a branch, a loop or their own `jax.jit`, as
+    `optax.MultiSteps` does. `init` finds out what is reported by tracing an update. If it can't,
+    because the update needs mesh axes or arguments such as `value=` for optax's
+    `reduce_on_plateau`, nothing inside reports, and this is logged once. A call that does not
+    compute a number, such as one inside the window of an `accumulate`, keeps the old one.
 
-    `calls` counts the calls of `update`, and `measured` says of which of them the numbers are. Read
-    all by `report(state)`.
+    `calls` counts the calls of `update`, and `measured` is the call in which the numbers were
+    measured. Read everything by `report(state)`.
 
-    Put `watch` outside of everything, to see steps that are skipped, too. Then a call inside the
-    window of an `accumulate` has an `update_norm` of 0: inside `accumulate`, `watch` sees means and
-    updates of whole windows. Inside `skip_nonfinite` a step that is skipped is not measured.
+    Put `watch` outside of everything to measure skipped steps, too. A call that doesn't close the
+    window of an `accumulate` then has an `update_norm` of 0; inside `accumulate`, `watch` measures
+    the means and updates of whole windows. Inside `skip_nonfinite`, skipped steps are not measured.
 
-    With `every` above 1, the calls that are measured compute the update a second time, in a branch,
-    so that all others cost nothing.
+    With `every` above 1, measured calls compute the update a second time in a branch, so that all
+    other calls cost nothing extra.
 
     Args:
       tx: any transformation.
-      every: measures the first call, and the calls n, 2n and so on; at least 1. A multiple of the
-        window of an `accumulate` inside measures calls that close it.
-      layer_axes: axes of a leaf over which layers are stacked, as for `lamb`. Packed trees have
-        those with which they were packed.
-      mesh_axes: names of the mesh axes over which leaves are sharded, inside `shard_map` or `pmap`,
-        as for `lamb`. Measured from inside are found if these are all the axes that `tx` needs, or
-        if `init` runs inside, too.
+      every: with n, measures the first call and calls n, 2n and so on; at least 1. With an
+        `accumulate` inside, use a multiple of its window, so that you measure calls that close it.
+      layer_axes: axes along which a leaf stacks layers, as for `lamb`. Packed trees use those with
+        which they were packed.
+      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
+        `lamb`. For reports from inside `tx`, these have to be all the axes that `tx` needs, unless
+        `init` also runs inside.
 
     Returns:
-      A transformation with state `WatchState(report, inner)`, whose form is fixed by `init`. Its
-      update needs the parameters.
+      A transformation with state `WatchState(report, inner)`, whose structure is fixed by `init`.
+      `update` needs the parameters.
 
     Raises:
-      ValueError: `every` below 1.
-      TypeError: `tx` is not a transformation, or an option of the wrong kind.
-      Exception: from `init`, what an update of `tx` raises.
+      ValueError: `every` is below 1.
+      TypeError: `tx` is not a transformation, or an option has the wrong type.
+      Exception: from `init`, whatever an update of `tx` raises.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
@@ -201,8 +202,8 @@ def watch(
       >>> numbers["grad_norm/w"].shape, bool(numbers["clip_factor"] < 1), int(numbers["skipped"])
       ((), True, 0)
 
-    Source: the ratio of updates to parameters: Karpathy, "A Recipe for Training Neural Networks"
-      (2019); LAMB's paper, You et al. (2020), section 3, for layers.
+    Source: for the ratio of updates to parameters, Karpathy, "A Recipe for Training Neural
+      Networks" (2019), and for layers, the paper of LAMB, You et al. (2020), section 3.
     """
     tx = inside.transformation(_NAME, tx)
     checks.count(_NAME, "every", every)
@@ -231,7 +232,7 @@ def watch(
     def update_of(
         updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **said: Any
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
-        """The update of what is inside, and what is measured of it."""
+        """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = options.layers(inputs, mesh_axes, layer_axes)
@@ -269,25 +270,25 @@ def watch(
 
 
 def report(state: PyTree) -> dict[str, jax.Array]:
-    """Reads what `watch` measured last, and the counters of wrappers, from anywhere in a state.
+    """Reads the latest measurements of `watch` and the counters of wrappers from any state.
 
         report(state) = {name: array}, of each state inside that has something to report
 
-    It returns all that `watch` has measured, and, with or without `watch`, the counters after the
+    It returns everything that `watch` measured and, even without `watch`, the counters after the
     last call: `skipped` and `loss_scale` of `skip_nonfinite`, `spikes` and `spike_restarts` of
-    `skip_spikes`, `skipped_mini_batches` of `accumulate`. Where two states have a counter of the
-    same name, that of the outer one, or of the first in a chain, keeps the name, and the next is
-    `skipped#1`. `report` computes nothing, so you can call it under `jit` or outside, and on the
-    states of models under `vmap`. `jax.device_get` makes numbers of all arrays at once.
+    `skip_spikes`, and `skipped_mini_batches` of `accumulate`. If two states have a counter of the
+    same name, the outer one, or the first in a chain, keeps it, and the next is called `skipped#1`.
+    `report` computes nothing, so you can call it inside or outside of `jit`, and on the states of
+    models under `vmap`. Use `jax.device_get` to fetch all arrays at once.
 
     Args:
-      state: of a chain, a wrapper, or `optax.MultiSteps`, with one of these at some place in it.
+      state: the state of a chain, a wrapper or `optax.MultiSteps` that contains one of these.
 
     Returns:
       A flat dict of arrays.
 
     Raises:
-      TypeError: nothing in the state reports anything.
+      TypeError: nothing in the state has anything to report.
 
     Example:
       >>> tx = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.watch(jgrad.adam(1e-3)))
@@ -341,7 +342,7 @@ def _is_own(key: str) -> bool:
 
 
 def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
-    """The new numbers in the form of the old ones, which stay where there is no new one.
+    """The new numbers in the form of the old ones, which stay if there is no new one.
 
     That is also: varying over devices where these do.
     """
@@ -385,7 +386,7 @@ def _report(
     form: dict[str, jax.ShapeDtypeStruct], params: PyTree, mesh_axes: PyTree
 ) -> dict[str, jax.Array]:
     """Counters, and zeros in the form of the numbers."""
-    names = decisions.axes_of_models(_NAME, params, mesh_axes)  # rates may be those of each model
+    names = decisions.axes_of_models(_NAME, params, mesh_axes)  # rates may differ between models
     report = {key: counter(params) for key in (_CALLS, _MEASURED)}
     zero = counter(params)
     for key, x in form.items():

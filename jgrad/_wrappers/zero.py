@@ -26,39 +26,39 @@ def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> 
         u_i     = tx(g_i, state_i, w_i)                        1/n of the state and of the work
         updates = u_1, ..., u_n                                one all-gather per dtype
 
-    Use it inside `shard_map` or `pmap`. It averages gradients over devices itself, so give it the
-    gradient of each device's own loss. The numbers are those of `tx` with `pmean`: in float32, bit
-    for bit for elementwise methods, if reduce-scatter and all-reduce add in one order, as on CPUs.
-    LARS, LAMB and clipping see norms of whole layers, at the cost of a few small all-reduces.
+    Use it inside `shard_map` or `pmap`. It averages gradients over devices itself, so pass the
+    gradient of each device's own loss. Results match those of `tx` after `pmean`: for elementwise
+    methods in float32 bit for bit, if reduce-scatter and all-reduce add in the same order, as on
+    CPUs. LARS, LAMB and clipping use norms of whole layers, at the cost of a few small all-reduces.
 
-    Put every other wrapper inside, where it sees means: `zero(accumulate(master_weights(tx), 4),
-    "data")`. A wrapper with arrays like the parameters, such as `accumulate` or
-    `average_params`, may wrap `zero` only under `pmap`; pass `mesh_axes=axis_name` if the wrapper
-    accepts it, so that all devices skip the same steps.
+    Put every other wrapper inside, where it gets averaged gradients:
+    `zero(accumulate(master_weights(tx), 4), "data")`. A wrapper whose state has arrays like the
+    parameters, such as `accumulate` or `average_params`, can only go around `zero` under `pmap`.
+    Pass it `mesh_axes=axis_name` if it has this option, so that all devices skip the same steps.
 
-    Pack for n devices: `pack(params, multiple_of=n)`. Matrices of Muon are refused inside: their
-    `shard_over` under `jit` is in the place of `zero`. Outside of `shard_map` and `pmap`, `init`
-    returns the whole state, to be sharded as `state_shardings(tx, params, shard_over=axis_name)`
-    says; inside, it returns this device's shard. A checkpoint of `unpack(state)` fits any number of
-    devices, and `tx` alone.
+    Pack the parameters for n devices: `pack(params, multiple_of=n)`. Muon's matrices cannot be
+    packed, so use its `shard_over` under `jit` instead of `zero`. Outside of `shard_map` and
+    `pmap`, `init` returns the whole state, to be sharded by `state_shardings(tx, params,
+    shard_over=axis_name)`; inside, it returns the device's own shard. A checkpoint of
+    `unpack(state)` fits any number of devices, and also `tx` alone.
 
-    Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters sums
-    gradients over devices by itself, and `zero` refuses such gradients. Differentiate with respect
-    to `jax.lax.pcast(params, axis_name, to="varying")`, or choose `check_vma=False`.
+    Under `shard_map` with `check_vma=True`, `jax.grad` with respect to replicated parameters
+    already sums gradients over devices, and `zero` raises an error. Differentiate with respect to
+    `jax.lax.pcast(params, axis_name, to="varying")`, or set `check_vma=False`.
 
-    Half-precision gradients are summed in their dtype; cast them to float32 first if that is not
-    enough.
+    Half-precision gradients are summed in their own dtype; if that is not accurate enough, cast
+    them to float32 first.
 
     Args:
-      tx: any transformation of this library, or any other that treats each element by itself and
-        maps 0 to 0.
+      tx: any transformation of jgrad, or any other that is elementwise and maps 0 to 0.
       axis_name: the mesh axis over which the state is sharded, or a tuple of axes.
 
     Returns:
-      A transformation with the state of `tx`. Parameters are `Packed`, or trees of them.
+      A transformation with the state of `tx`, for parameters that are `Packed` or trees of these.
 
     Raises:
-      TypeError: `tx` is not a transformation, or `axis_name` is not a name.
+      TypeError: `tx` is not a transformation, or `axis_name` is neither a name nor a tuple of
+        names.
       ValueError: `axis_name` names an axis twice.
 
     Example:
@@ -133,7 +133,7 @@ def _sliced(params: PyTree, local: Shard) -> PyTree:
 
 
 def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
-    """Every array is a whole buffer of packed leaves, whose rows can be sharded."""
+    """Checks that every array is a whole buffer of packed leaves, whose rows can be sharded."""
     for i, (x, spec) in enumerate(zip(params.leaves, array_spec.specs(tree), strict=True)):
         if x is None:
             continue
@@ -152,7 +152,7 @@ def _check_packed(params: ArgLeaves, tree: PyTree, local: Shard | None) -> None:
 
 
 def _check_state(state: PyTree, local: Shard) -> None:
-    """Each buffer is this device's shard; of one that cannot be divided `tx` knows the reason."""
+    """Checks that each buffer is this device's shard; if one cannot be divided, `tx` knows why."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
         expected = spec._replace(shard=local).local_shape
