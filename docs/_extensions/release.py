@@ -70,13 +70,13 @@ def address() -> str:
 
 def cite(address: str) -> str:
     """A page that says how to cite jgrad, and where to ask."""
-    return CITE.format(
-        **CITATION,
-        date=DATE,
-        year=CITATION["date-released"][:4],
-        url=f"\n  url = {{{address}}}," if address else "",
-        help=ASK.format(address=address) if address else NO_ADDRESS,
-    )
+    found = {
+        "date": DATE,
+        "year": CITATION["date-released"][:4],
+        "url": f"\n  url = {{{address}}}," if address else "",
+        "help": ASK.format(address=address) if address else NO_ADDRESS,
+    }
+    return CITE.format_map(CITATION | found)
 
 
 def upgrade() -> str:

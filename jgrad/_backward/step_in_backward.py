@@ -107,37 +107,37 @@ def step_in_backward(
     memory.
 
     Args:
-      tx: any transformation. Without `elementwise=True`, arrays that another library computes are
-        refused.
+      tx: any transformation. Arrays that another library computes need `elementwise=True`.
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
-        leaves of `params`, maybe cast as a whole; also in `jax.vmap`, `jax.jit` or
-        `jax.checkpoint`, of which the last changes nothing. One call reads each stack, and so may
-        what is not differentiated, such as a norm for a log. A penalty of weights is computed in
-        the block, with `has_ys=True`.
-      first_pass: True computes numbers of all gradients before any layer is updated. One that
-        depends on another, as a second clip's does, needs one more pass.
+        leaves of `params`, possibly cast as a whole. It may do so inside `jax.vmap`, `jax.jit` or
+        `jax.checkpoint`, where the last has no effect. Only one call may read each stack, besides
+        code that is not differentiated, such as a norm for logging. Compute penalties on weights
+        inside the block, with `has_ys=True`.
+      first_pass: True first computes what depends on all gradients, such as their norm, before any
+        layer is updated. A number that depends on another, such as the norm for a second clipping,
+        needs one more pass.
       has_aux: whether the loss returns `(value, aux)`.
-      elementwise: says that the transformations of other libraries in `tx` compute each element by
-        itself, from scalars and from what stands beside it. Their operations are checked: norms,
-        random bits and others of more than one element are refused by name.
-      gradients: a function of the gradients of one share, called before anything looks at them,
-        in a first pass as well. It is given a tree like `params`: of one layer, as a stack of
-        one, with None for all other leaves; and of leaves in no stack, those together
-        that have their gradients at the same time. It returns a tree of that structure, with those
-        shapes and dtypes.
+      elementwise: True promises that other libraries' transformations in `tx` are elementwise: each
+        element only depends on scalars and on corresponding elements. This is checked: norms,
+        random bits, and other operations that are not elementwise raise an error that names them.
+      gradients: a function that is applied to gradients before anything else uses them, also in a
+        first pass. It gets a tree like `params` with the gradients of one layer, as a stack of one,
+        or of the leaves outside of stacks whose gradients are known at the same time; all other
+        leaves are None. It returns a tree with the same structure, shapes and dtypes.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of those, as for `apply_gradients`. The gradient of a layer is then sharded as
-        its weights are; the axis of layers is not sharded.
+        prefix tree of these, as for `apply_gradients`. The gradients of a layer are then sharded
+        like its weights; the axis of layers must not be sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
-      the loss returned, and `extra_args` are for `tx.update`, such as `learning_rate=`. Arguments
-      of the loss are given by position. Wrap it in `jax.jit`, and donate parameters and state.
+      the loss returned, and `extra_args` are keywords for `tx.update`, such as `learning_rate=`.
+      Pass arguments of the loss by position. Wrap the step in `jax.jit`, and donate parameters and
+      state.
 
     Raises:
-      TypeError: an argument of the wrong kind; from the step, a loss that returns no scalar, a
-        keyword that `tx` does not take, or gradients of another shape or dtype.
-      ValueError: from the step, where `tx` or the loss does not fit, with the remedy.
+      TypeError: an argument has the wrong type; from the step, the loss does not return a scalar,
+        `tx` does not accept a keyword, or `gradients` changes a shape or dtype.
+      ValueError: from the step, if `tx` or the loss is unsuitable; the message says what to do.
 
     Example:
       >>> params = {"layers": {"w": jnp.full((8, 4, 4), 0.1)}, "head": jnp.ones((4, 2))}
@@ -150,8 +150,7 @@ def step_in_backward(
       ()
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-      (2023), section 3, which fuses gradient and update; the second pass for the norm is theirs as
-      well.
+      (2023), section 3, which fuses gradient and update, and also has a second pass for the norm.
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     if not callable(loss):

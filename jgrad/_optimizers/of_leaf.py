@@ -38,7 +38,7 @@ class _Forms(NamedTuple):
 
 
 class Beta(_Forms):
-    """What a function of one leaf is given for a number whose name begins with `beta`."""
+    """What a function of one leaf gets for a number whose name begins with `beta`."""
 
     __slots__ = ()
 
