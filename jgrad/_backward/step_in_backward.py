@@ -22,7 +22,7 @@ from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings
+from jgrad._trees import checks, host_memory, shardings
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -153,7 +153,9 @@ def step_in_backward(
       (2023), section 3, which fuses gradient and update; the second pass for the norm is theirs as
       well.
     """
-    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
+    on_host = isinstance(tx, inside.Offloaded)
+    inner = tx.tx if isinstance(tx, inside.Offloaded) else tx
+    tx, inner = (inside.transformation(_NAME, x, may_be_offloaded=True) for x in (tx, inner))
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
@@ -181,7 +183,11 @@ def step_in_backward(
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
-        whole, model = Whole(tx, params, state), Model.of_trees(params, state)
+        if on_host:
+            host_memory.check(_NAME)
+            calls.check_on_host(state)
+            state = host_memory.to_host(state)
+        whole, model = Whole(inner, params, state), Model.of_trees(params, state, on_host=on_host)
         options = {"first_pass": first_pass, "elementwise": elementwise}
         step = _Step(whole, traced, model, places, extra, gradients, **options)
         known = step.measured(forward)
@@ -336,7 +342,7 @@ class _Step:
             gradients, flow = shardings.barrier((given.gradients, flow))
             made = update(given._replace(gradients=gradients), known)
             said = _both(update, said, _without(made.parts, known))
-            new, flow = shardings.barrier((update.owned(made), flow))
+            new, flow = shardings.barrier((model.kept(update.owned(made)), flow))
             model = model.replaced(update.portion, new)
             return flow
 
@@ -356,7 +362,7 @@ class _Step:
 
         given = self._backward(forward, of_leaves, of_stack)
         new = self._rest.owned(self._rest(given, known, said))
-        return model.replaced(self._rest.portion, new).trees()
+        return model.replaced(self._rest.portion, model.kept(new)).trees()
 
     def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Start:
         """Goes backwards over all shares; returns what the update of the rest is given.
@@ -392,7 +398,8 @@ class _Step:
     def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
         """What the update of leaves in no stack starts from."""
         weights = self._model.weights_of(portion, None)
-        return Start(None, gradients, weights, self._model.state_of(portion, None))
+        gradients, state = self._model.fetched(portion, gradients)
+        return Start(None, gradients, weights, state)
 
     def _through(
         self,
@@ -435,7 +442,7 @@ class _Step:
             given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
-                owned = with_layer(portion, owned, new, layer)
+                owned = with_layer(portion, owned, self._model.kept(new), layer)
             return owned, _both(update, numbers, parts), flow
 
         results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))

@@ -28,6 +28,9 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on
     the device, and the process aborts.
 
+    In `step_in_backward` one layer of the state at a time is on the device, and the rest of it
+    never is.
+
     Put it outside of everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers
     of this library refuse it, since they compute with the state inside. In `optax.chain` it
     offloads its own part of the state. Inside `shard_map`, such as around `zero`, call `update`
@@ -74,7 +77,7 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "use the ordinary step")
+        shares.refuse(_NAME, "put it outside of everything else")
         host_memory.check(_NAME)
         return host_memory.to_host(tx.init(params))
 
@@ -85,4 +88,6 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
         return steps, host_memory.to_host(new)
 
-    return inside.Offloaded(*pair(init, update, _NAME))
+    made = inside.Offloaded(*pair(init, update, _NAME))
+    made.tx = tx
+    return made
