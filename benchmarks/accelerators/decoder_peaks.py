@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 
 from benchmarks import markdown
-from benchmarks.accelerators import bars, flax_decoders, targets
+from benchmarks.accelerators import bars, flax_decoders, targets, train_steps
 from benchmarks.accelerators.flax_decoders import LENGTH, Model
-from benchmarks.accelerators.program import Program, on_one_device
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, RECIPES, Recipe, step_of
+from benchmarks.accelerators.train_steps import FORMS, ON_HOST, RECIPES, Recipe
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
@@ -67,6 +66,8 @@ CASES = {
     "the same, with the head in slices": Case(_EIGHT_BITS, _in_slices),
     "the same, of 8 sequences": Case(_EIGHT_BITS, sequences=8),
     "the same, of 8 sequences, with the head in slices": Case(_EIGHT_BITS, _in_slices, 8),
+    "AdamW, bfloat16 weights, float32 moments in host memory": Case(ON_HOST),
+    "the same in host memory, with the head in slices": Case(ON_HOST, _in_slices),
 }
 
 # By "target case": bytes per parameter of each form.
@@ -74,14 +75,11 @@ Peaks = dict[str, list[float]]
 
 
 def peak(target: str, case: Case, form: str) -> float:
-    """Bytes per parameter: weights, state, a batch, and what lives beside them."""
+    """Bytes per parameter on the device: weights, state, a batch, and what lives beside them."""
     recipe, model = case.recipe, case.model(case.recipe.dtype)
-    state = jax.eval_shape(recipe.make().init, model.params)
     tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH + 1), jnp.int32)  # inputs and targets
-    args = on_one_device(TARGETS[target], (model.params, state, tokens))
-    jax.clear_caches()
-    step = step_of(recipe, form, model.loss)
-    counts = Program(TARGETS[target], step, args, donate=(0, 1)).counts
+    program = train_steps.compiled(TARGETS[target], recipe, form, model.loss, model.params, tokens)
+    counts = program.counts
     size = sum(x.size for x in jax.tree.leaves(model.params))
     return (counts.arguments + counts.temporaries) / size
 
@@ -94,13 +92,11 @@ def known() -> Peaks:
 
 def table(found: Peaks) -> str:
     """In Markdown, a row for each case; a cell has the peak of each form."""
-    rows = [
-        [
-            name,
-            *(" → ".join(f"{x:.2f}" for x in found.get(f"{key} {name}", ())) for key in MACHINES),
-        ]
-        for name in CASES
-    ]
+
+    def cell(row: str) -> str:
+        return " → ".join(f"{x:.2f}" for x in found.get(row, ())) or "—"
+
+    rows = [[name, *(cell(f"{key} {name}") for key in MACHINES)] for name in CASES]
     return markdown.table(["step", *(TARGETS[key].title for key in MACHINES)], rows)
 
 
@@ -137,6 +133,8 @@ def main(argv: list[str]) -> None:
         for name, case in CASES.items():
             row = f"{key} {name}"
             if flags.FLAGS.only not in row:
+                continue
+            if case.recipe.on_host and TARGETS[key].platform != "tpu":
                 continue
             forms = FORMS[:1] if case.recipe.of_optax else FORMS
             found[row] = [round(peak(key, case, form), 3) for form in forms]

@@ -110,9 +110,10 @@ def mesh(target: Target, topology: str, **axes: int) -> Mesh:
     return Mesh(np.array(found).reshape(tuple(axes.values())), tuple(axes))
 
 
-def on_one_device(target: Target, tree: Any) -> Any:
-    """Shapes of arrays, on the first device of the target."""
-    sharding = NamedSharding(Mesh(np.array(devices(target)[:1]), ("x",)), P())
+def on_one_device(target: Target, tree: Any, memory_kind: str | None = None) -> Any:
+    """Shapes of arrays, on the first device of the target, in that memory of it."""
+    mesh = Mesh(np.array(devices(target)[:1]), ("x",))
+    sharding = NamedSharding(mesh, P(), memory_kind=memory_kind)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import optax
 
 import jgrad
+from benchmarks.accelerators.program import Program, on_one_device
+from benchmarks.accelerators.targets import Target
 
 LAYERS, WIDTH, HIDDEN, TOKENS, HEAD = 16, 1024, 4096, 64, 64
 LAYER_AXES = {"embed": None, "layers": 0, "head": None}
@@ -28,12 +30,14 @@ class Recipe(NamedTuple):
       dtype: of the weights.
       first_pass: whether it needs a number of all gradients.
       of_optax: whether it is optax's, for the usual form alone.
+      on_host: whether its state is in host memory.
     """
 
     make: Callable[[], optax.GradientTransformation]
     dtype: Any = jnp.float32
     first_pass: bool = False
     of_optax: bool = False
+    on_host: bool = False
 
 
 def _adamw(**options: Any) -> optax.GradientTransformation:
@@ -78,6 +82,8 @@ RECIPES = {
     "Muon": Recipe(_muon),
     "bf16: stochastic(Muon)": Recipe(lambda: jgrad.stochastic_rounding(_muon()), _BF16),
 }
+# For TPUs alone, since a GPU that is described by a file has no host.
+ON_HOST = Recipe(lambda: jgrad.stochastic_rounding(_adamw()), _BF16, on_host=True)
 
 
 def shapes(model: str, dtype: Any) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
 
 def step_of(recipe: Recipe, form: str, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
     """(params, state, *args of the loss) -> (params, state, value)."""
-    tx = recipe.make()
+    tx = jgrad.offload(recipe.make()) if recipe.on_host else recipe.make()
     if form == FORMS[1]:
         return jgrad.step_in_backward(tx, loss, first_pass=recipe.first_pass)
 
@@ -122,3 +128,17 @@ def step_of(recipe: Recipe, form: str, loss: Callable[..., Any] = loss) -> Calla
         return *jgrad.apply_gradients(tx, grads, state, params), value
 
     return step
+
+
+def compiled(
+    target: Target, recipe: Recipe, form: str, loss: Callable[..., Any], params: Any, *args: Any
+) -> Program:
+    """The step of a model of these shapes, on one device, which may write over what it is given."""
+    state = jax.eval_shape(recipe.make().init, params)
+    params, args = on_one_device(target, (params, args))
+    state = on_one_device(target, state, "pinned_host" if recipe.on_host else None)
+    kept = jax.tree.map(lambda x: x.sharding, (params, state)) if recipe.on_host else None
+    out_shardings = kept and (*kept, None)
+    jax.clear_caches()
+    step = step_of(recipe, form, loss)
+    return Program(target, step, (params, state, *args), donate=(0, 1), out_shardings=out_shardings)

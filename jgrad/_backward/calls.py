@@ -130,6 +130,14 @@ def check_function(function: Any) -> None:
         raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
 
 
+def check_on_host(state: PyTree) -> None:
+    """No codes of 8 bits: for each layer XLA would copy a whole stack of those, tiled otherwise."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if checks.is_array(x) and x.dtype in (jnp.int8, jnp.uint8):
+            came = f"an `offload` with a state of {x.dtype}{checks.at(jax.tree_util.keystr(path))}"
+            raise ValueError(f"{_NAME}: `tx`: {came}, expected moments in float32 or bfloat16.")
+
+
 def check_is_given(function: OfGradients | None) -> None:
     """An error if the gradients of several devices are neither summed nor known not to be."""
     axes = shardings.unknown_axes()

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jgrad._packed import packing
-from jgrad._trees import checks, shares
+from jgrad._trees import checks, host_memory, shardings, shares
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
@@ -274,17 +274,19 @@ class Model:
       leaves: of the parameters.
       state: the arrays of the state.
       structures: of both trees.
+      on_host: whether the state is in host memory, and only what an update reads on the device.
     """
 
     leaves: Sequence[jax.Array]
     state: Sequence[jax.Array]
     structures: tuple[Structure, Structure]
+    on_host: bool
 
     @classmethod
-    def of_trees(cls, params: PyTree, state: PyTree) -> "Model":
+    def of_trees(cls, params: PyTree, state: PyTree, *, on_host: bool) -> "Model":
         """Of parameters and a state."""
         both = jax.tree.flatten(params), jax.tree.flatten(state)
-        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]))
+        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]), on_host)
 
     def trees(self) -> tuple[PyTree, PyTree]:
         """Parameters and state."""
@@ -299,11 +301,26 @@ class Model:
         return [cut.out_of(x, layer) for cut, x in zip(portion.weight_cuts, leaves, strict=True)]
 
     def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
-        """The arrays of the state of a share, likewise."""
-        return [
+        """The arrays of the state of a share, likewise, on the device."""
+        arrays: list[jax.Array] = [
             self.state[i] if cut is None or layer is None else cut.out_of(self.state[i], layer)
             for i, cut in portion.cuts
         ]
+        return host_memory.to_device(arrays) if self.on_host else arrays
+
+    def fetched(
+        self, portion: Portion, gradients: list[jax.Array | None]
+    ) -> tuple[list[jax.Array | None], list[jax.Array]]:
+        """Gradients of leaves in no stack, and the arrays of their state."""
+        if self.on_host:  # else XLA fetches them before the layers, and keeps them till the end
+            state = {i: self.state[i] for i, _ in portion.cuts}
+            gradients, state = shardings.barrier((gradients, state))
+            self = dataclasses.replace(self, state=_replaced(self.state, state))
+        return gradients, self.state_of(portion, None)
+
+    def kept(self, new: Owned) -> Owned:
+        """What an update has made, with arrays of the state where they are kept."""
+        return new._replace(state=host_memory.to_host(new.state)) if self.on_host else new
 
     def owned(self, portion: Portion) -> Owned:
         """What a share replaces."""

@@ -22,7 +22,7 @@ from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings
+from jgrad._trees import checks, host_memory, shardings
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -60,51 +60,55 @@ def step_in_backward(
     gradients: OfGradients | None = None,
     mesh_axes: PyTree = None,
 ) -> TrainStep[Params, Value]:
-    """Builds a train step that updates each layer in the backward pass, one after the other.
+    """Builds a train step that updates each layer during the backward pass.
 
         value, g       = value_and_grad(loss)(params, *args)
         params, state  = apply_gradients(tx, gradients(g), state, params, loss=value)
 
-    The numbers are those of these two lines, but there is never a gradient of all layers. A step
-    as it is usually written holds one, because XLA keeps what a scan over layers returns until the
-    last layer is done. Here a plain loop goes backwards over the layers: it takes the weights and
-    the moments of one layer, computes its gradient, and writes new ones in their place. With
-    bfloat16 weights and moments in 8 bits, a whole step has 4 bytes per parameter at its peak, in
-    place of 6.
+    The step returns what these two lines return, but the gradients of all layers never exist
+    together. In an ordinary step they do, because a scan over layers returns them as one stack,
+    and XLA keeps that until the last layer is done. Here a loop goes backwards over the layers: it
+    reads the weights and moments of one layer, computes its gradient, and writes the new weights
+    and moments in their place. With bfloat16 weights and moments in 8 bits, the whole step peaks
+    at 4 bytes per parameter instead of 6. With `offload(tx)`, the moments of the layers stay in
+    host memory, and only those of the current layer are on the device.
 
-    The loss says by `scan_layers` where its layers are, as often as it has stacks of them. Other
-    leaves are updated as soon as their own gradients are known: a head before the layers, an
-    embedding last; or all at the end, where `tx` needs the gradients of several. `state` is
-    `tx.init(params)`, and what comes back is what `tx.update` would return, so a run, or its
-    checkpoint, may change from one form of the step to the other. Methods that compute each element
-    by itself give the same numbers in both forms, including random rounding, up to how XLA fuses
-    products and sums. Norms of all leaves are added in another order.
+    The loss calls `scan_layers` for each stack of layers that it has. All other leaves are updated
+    as soon as their own gradients are known, a head before the layers and an embedding last; or
+    at the end, if `tx` needs the gradients of several of them. `state` comes from `tx.init(params)`
+    and keeps its structure, so a run or its checkpoint may switch between both kinds of step.
+    Elementwise methods give the same results in both, including their random bits, up to how XLA
+    fuses products and sums. Norms over all leaves are summed in another order.
 
-    Methods take each layer by itself, in either form of the step: `lars`, `lamb` and `muon` need no
-    `layer_axes` for stacks, as they do in the two lines above to give these numbers. Where a state
-    depends on it, as in `adafactor`, `soap`, `hyperball`, `watch` and `rule="normuon"`, the factory
-    has to be given it, since `init` knows no loss. A learning rate may have an entry for each
-    layer, in shape [layers, 1, 1] for a stack of matrices. With moments in 8 bits, a layer needs a
-    multiple of 256 elements, or `layer_axes=0`. The global norm, or whether all gradients are
-    finite, is only known when the backward pass is done, so `clip_by_global_norm` and
-    `skip_nonfinite` need `first_pass=True`: a first backward pass then computes that number and
-    updates nothing. It costs the time of one more backward pass, and little memory. `skip_spikes`
-    needs no first pass, because the loss is known before; it is given to `tx` as `loss=`. Nor does
-    `clip_by_global_norm(..., of="previous")`.
+    Methods see one layer at a time, in either kind of step: `lars`, `lamb` and `muon` need no
+    `layer_axes` for stacks here, though they do in the two lines above to give the same results.
+    Where the state depends on it, as in `adafactor`, `soap`, `hyperball`, `watch` and
+    `rule="normuon"`, pass `layer_axes` to the factory, because `init` does not see the loss. A
+    learning rate may have an entry for each layer, such as shape [layers, 1, 1] for a stack of
+    matrices. Moments in 8 bits need layers of a multiple of 256 elements, or `layer_axes=0`.
 
-    What needs the gradients of all layers at once is refused: `accumulate`, `zero`, `pack_small`,
-    `offload`, and packed trees. Options of this library that are functions are called with the
-    shapes of all parameters. Functions given to another library, such as the labels of
-    `optax.partition`, see a layer as a stack of one beside None, so let them look at names.
+    The global norm, and whether all gradients are finite, are known only after the backward pass.
+    `clip_by_global_norm` and `skip_nonfinite` therefore need `first_pass=True`, which computes
+    those values in a backward pass of its own before the one that updates. That costs the time of
+    a backward pass and little memory. `skip_spikes` does without, because it reads the loss, which
+    `tx` gets as `loss=`; so does `clip_by_global_norm(..., of="previous")`.
+
+    Transformations that need the gradients of all layers at once are refused: `accumulate`, `zero`,
+    `pack_small`, and packed trees. So is an `offload` of moments in 8 bits, since XLA for TPUs
+    would copy the whole stack of codes for each layer. Options of this library that are functions
+    are called with the shapes of all parameters. Functions passed to another library, such as the
+    labels of `optax.partition`, see a layer as a stack of one, with None for every other leaf, so
+    let them look at names.
 
     Inside `pmap`, and inside `shard_map` with `check_vma=False`, each device has the gradients of
-    its part of a batch. Their mean is `gradients=lambda g: jax.lax.pmean(g, "data")`; without a
-    function, the step refuses. With `check_vma=True` and under `jit`, JAX sums them itself.
+    its part of the batch, and the step raises an error unless `gradients` says what to do with
+    them. `gradients=lambda g: jax.lax.pmean(g, "data")` takes their mean. With `check_vma=True`
+    and under `jit`, JAX sums them itself.
 
-    On a CPU, XLA copies everything that a loop carries in each turn. There the ordinary step is
-    taken, chosen when a program is lowered. The step in the backward pass does not pay where layers
-    are not stacked, because XLA then frees each gradient by itself, nor where activations fill the
-    memory.
+    On a CPU, XLA copies everything that a loop carries in each iteration. There the ordinary step
+    runs instead, chosen when the program is lowered. The step in the backward pass saves nothing
+    if layers are not stacked, because XLA then frees each gradient by itself, nor if activations
+    fill the memory.
 
     Args:
       tx: any transformation. Arrays that another library computes need `elementwise=True`.
@@ -152,7 +156,9 @@ def step_in_backward(
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
       (2023), section 3, which fuses gradient and update, and also has a second pass for the norm.
     """
-    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
+    on_host = isinstance(tx, inside.Offloaded)
+    inner = tx.tx if isinstance(tx, inside.Offloaded) else tx
+    tx, inner = (inside.transformation(_NAME, x, may_be_offloaded=True) for x in (tx, inner))
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
@@ -180,7 +186,11 @@ def step_in_backward(
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
-        whole, model = Whole(tx, params, state), Model.of_trees(params, state)
+        if on_host:
+            host_memory.check(_NAME)
+            calls.check_on_host(state)
+            state = host_memory.to_host(state)
+        whole, model = Whole(inner, params, state), Model.of_trees(params, state, on_host=on_host)
         options = {"first_pass": first_pass, "elementwise": elementwise}
         step = _Step(whole, traced, model, places, extra, gradients, **options)
         known = step.measured(forward)
@@ -335,7 +345,7 @@ class _Step:
             gradients, flow = shardings.barrier((given.gradients, flow))
             made = update(given._replace(gradients=gradients), known)
             said = _both(update, said, _without(made.parts, known))
-            new, flow = shardings.barrier((update.owned(made), flow))
+            new, flow = shardings.barrier((model.kept(update.owned(made)), flow))
             model = model.replaced(update.portion, new)
             return flow
 
@@ -355,7 +365,7 @@ class _Step:
 
         given = self._backward(forward, of_leaves, of_stack)
         new = self._rest.owned(self._rest(given, known, said))
-        return model.replaced(self._rest.portion, new).trees()
+        return model.replaced(self._rest.portion, model.kept(new)).trees()
 
     def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Start:
         """Goes backwards over all shares; returns what the update of the rest is given.
@@ -391,7 +401,8 @@ class _Step:
     def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
         """What the update of leaves in no stack starts from."""
         weights = self._model.weights_of(portion, None)
-        return Start(None, gradients, weights, self._model.state_of(portion, None))
+        gradients, state = self._model.fetched(portion, gradients)
+        return Start(None, gradients, weights, state)
 
     def _through(
         self,
@@ -434,7 +445,7 @@ class _Step:
             given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
-                owned = with_layer(portion, owned, new, layer)
+                owned = with_layer(portion, owned, self._model.kept(new), layer)
             return owned, _both(update, numbers, parts), flow
 
         results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))

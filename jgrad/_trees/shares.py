@@ -178,11 +178,12 @@ def of_whole_model(shapes: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(share.shape, shapes, is_leaf=lambda x: x is None)
 
 
-def refuse(function: str, remedy: str) -> None:
-    """An error where a share is updated: the function needs all gradients at once.
+def refuse(
+    function: str, remedy: str, *, reason: str = "which needs the gradients of all layers at once"
+) -> None:
+    """An error where a share is updated: the function works with all of them.
 
     Asked by `init`, which is called for each share before there is an update.
     """
     if told().share is not None:
-        came = f"`{function}`, which needs the gradients of all layers at once"
-        raise ValueError(f"{_STEP}: `tx`: {came}; {remedy}.")
+        raise ValueError(f"{_STEP}: `tx`: `{function}`, {reason}; {remedy}.")

@@ -125,7 +125,13 @@ def check_others(state: PyTree) -> None:
 
 
 class Offloaded(Transformation):
-    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
+    """What `offload` returns. Other wrappers refuse it: they compute with the state inside.
+
+    Attributes:
+      tx: what is inside.
+    """
+
+    tx: optax.GradientTransformation
 
 
 def transformation(

@@ -20,31 +20,34 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         updates, new = tx(g, on_device(state), w)
         state'       = on_host(new)
 
-    The numbers are those of `tx`, bit for bit. Between steps the state takes no device memory; each
-    step copies it to the device and back. Shardings stay, and the memory kind is `pinned_host`,
-    also for the results of `jax.jit` without `out_shardings`.
+    Results are those of `tx`, bit for bit. Between steps the state takes no device memory; each
+    step copies it to the device and back. Shardings stay as they are. The memory kind is
+    `pinned_host`, also for results of `jax.jit` without `out_shardings`.
+
+    In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
+    only the state of the current layer is, fetched while the gradient is computed.
 
     Donate parameters and state together, and return both in that order. In any other order, or
     with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on
     the device, and the process aborts.
 
-    Put it outside of everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers
-    of this library refuse it, since they compute with the state inside. In `optax.chain` it
-    offloads its own part of the state. Inside `shard_map`, such as around `zero`, call `update`
+    Put it around everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers of
+    this library refuse it, because they would compute with arrays in host memory. In `optax.chain`
+    it offloads its own part of the state. Inside `shard_map`, such as around `zero`, call `update`
     under `jax.jit`.
 
-    A state in device memory, such as one that was restored without shardings, is taken as it is;
-    the next one lies in host memory. `state_shardings(offload(tx), params)` has the memory kind,
-    for `out_shardings` and for restoring a checkpoint. `jax.eval_shape` does not have it.
-    `carry_over`, `pack` and `unpack` leave a state on the host there.
+    A state in device memory, such as one restored without shardings, is accepted, and the next
+    state is in host memory. `state_shardings(offload(tx), params)` includes the memory kind, for
+    `out_shardings` and for restoring a checkpoint; `jax.eval_shape` does not. `carry_over`, `pack`
+    and `unpack` leave a state in host memory there.
 
-    Give the first step committed parameters, `jax.device_put(params, jax.devices()[0])` on one
-    device. A state on the host is committed, so the results of a step are; `jax.jit` compiles
-    the second step again for parameters that were not.
+    Give the first step committed parameters: `jax.device_put(params, jax.devices()[0])` on one
+    device. A state in host memory is committed, so the results of a step are too, and `jax.jit`
+    would compile the second step again if the first parameters were not.
 
-    Derivatives of steps are those of `tx`. Only through a state that `jax.lax.scan` carries JAX
-    raises, up to 0.12, since it makes no zeros in host memory, from which derivatives start:
-    differentiate `tx` alone, whose numbers are the same.
+    You can differentiate through steps as with `tx` alone, except through a state that
+    `jax.lax.scan` carries: JAX up to 0.12 raises an error there, because it makes no zeros in host
+    memory, from which derivatives start. Differentiate `tx` instead, which gives the same results.
 
     On the CPU of JAX 0.8 the state stays where it is, in the only memory that is used.
 
@@ -74,7 +77,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "use the ordinary step")
+        around = "expected it outside of everything else"
+        shares.refuse(_NAME, around, reason="of a part of the state")
         host_memory.check(_NAME)
         return host_memory.to_host(tx.init(params))
 
@@ -85,4 +89,6 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
         return steps, host_memory.to_host(new)
 
-    return inside.Offloaded(*pair(init, update, _NAME))
+    made = inside.Offloaded(*pair(init, update, _NAME))
+    made.tx = tx
+    return made

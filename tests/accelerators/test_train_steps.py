@@ -1,11 +1,26 @@
 """The peak of a whole train step, each layer updated in the backward pass, compiled for one device."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jgrad
 from benchmarks.accelerators import backward
 from benchmarks.accelerators.backward import Peak, Row
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, MODELS, RECIPES
+from benchmarks.accelerators.train_steps import (
+    FORMS,
+    HIDDEN,
+    MODELS,
+    ON_HOST,
+    RECIPES,
+    TOKENS,
+    WIDTH,
+    block,
+    compiled,
+)
 from tests.support.pages import rows, section
 
 BACKWARD = FORMS[1]
@@ -58,6 +73,26 @@ def test_peak(name, target, model):
     now = NOT_REACHED.get((name, key, model))
     assert found <= (now or LIMITS[name][key])
     assert now is None or found > LIMITS[name][key]  # else remove the entry
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("target", ["v5e"], indirect=True)
+@pytest.mark.parametrize(("layers", "limit"), [(16, 2.8), (32, 2.4)])
+def test_moments_of_a_layer_on_the_device(target, layers, limit):
+    """Float32 moments stay on the host: no stack of them is on the device, nor copied."""
+    shapes = {"up": (layers, WIDTH, HIDDEN), "down": (layers, HIDDEN, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(x, jnp.bfloat16) for name, x in shapes.items()}
+    x = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+
+    def loss(params, x):
+        return jnp.mean(jgrad.scan_layers(block, params, x).astype(jnp.float32) ** 2)
+
+    program = compiled(target, ON_HOST, BACKWARD, loss, params, x)
+    counts, size = program.counts, sum(x.size for x in params.values())
+    assert (counts.arguments + counts.temporaries) / size <= limit
+    stacks = re.findall(rf"f32\[{layers},\d+,\d+\]{{[^}}]*}} ?[\w-]*", program.text)
+    assert stacks
+    assert all("S(5)" in x and not x.endswith(" copy") for x in stacks)
 
 
 @pytest.mark.accelerators

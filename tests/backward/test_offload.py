@@ -1,0 +1,108 @@
+"""State in host memory: of a stack, one layer at a time is on the device."""
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import jgrad
+from jgrad._arithmetic.elementwise import inner_equations
+from tests.backward import models
+from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
+from tests.multi_device.meshes import mesh_of
+from tests.support.errors import assert_error
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
+)
+
+OF_8_BITS = {"8 bits", "stochastic", "all"}
+CASES = {name: recipe for name, recipe in RECIPES.items() if name not in OF_8_BITS} | {
+    "all": Recipe(lambda: jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(adam()))), FIRST, BF16),
+}  # fmt: skip
+QUICK = ["master", "adafactor", "all"]
+
+
+def kinds(tree):
+    """Where the arrays of a tree lie."""
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.size}
+
+
+def steps(tx, **options):
+    """The step with its state on the device, and with it in host memory."""
+    of_tx = jgrad.step_in_backward(tx, models.loss, **options)
+    return of_tx, jgrad.step_in_backward(jgrad.offload(tx), models.loss, **options)
+
+
+@pytest.mark.slow(always=QUICK)
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_results(name):
+    """Bit for bit, of a state that stays where it lies."""
+    make, options, dtype, sizes, *_ = CASES[name]
+    params, tx = models.params(dtype, **sizes), make()
+    batches = [models.batch(i, dtype) for i in range(3)]
+    of_tx, of_offload = steps(tx, **options)
+    expected = models.run(of_tx, params, tx.init(params), batches)
+    found = models.run(of_offload, params, jgrad.offload(tx).init(params), batches)
+    models.assert_equal(found, expected)
+    assert kinds(found[1]) <= {"pinned_host"}
+    assert kinds((found[0], found[2])) == {"device"}
+
+
+def moves(tx):
+    """What a step moves to the host and back: in its loops, and outside, with what made it."""
+    step = jgrad.step_in_backward(jgrad.offload(tx), models.loss)
+    given = models.params(), jgrad.offload(tx).init(models.params()), models.batch()
+    program = jax.make_jaxpr(step)(*given).jaxpr
+
+    def of(equations):
+        made = {x: eqn.primitive.name for eqn in equations for x in eqn.outvars}
+        for eqn in equations:
+            if eqn.primitive.name == "device_put":
+                for x, to in zip(eqn.invars, eqn.params["devices"], strict=True):
+                    if x.aval.shape:
+                        yield x.aval.shape, to == jax.memory.Space.Host, made.get(x)
+
+    loops = [x for x in inner_equations(program.eqns) if x.primitive.name in ("scan", "while")]
+    return [*of([*inner_equations(loops)])], [*of(program.eqns)]
+
+
+def test_one_layer_at_a_time_is_on_the_device():
+    """Both moments of both matrices, there and back."""
+    in_loops = [(shape, up) for shape, up, _ in moves(adam())[0]]
+    shapes = [(1, models.WIDTH, models.HIDDEN), (1, models.HIDDEN, models.WIDTH)]
+    assert sorted(in_loops) == sorted((shape, up) for shape in 2 * shapes for up in (False, True))
+
+
+def test_the_state_of_other_leaves_is_fetched_behind_their_gradients():
+    """Else XLA fetches it before the layers, and it is on the device while they are updated."""
+    fetched = [made for _, up, made in moves(adam())[1] if not up]
+    assert fetched.count("optimization_barrier") == 4  # moments of the first and the last matrix
+
+
+def test_sharded_leaves():
+    mesh, tx = mesh_of(data=2), adam()
+    specs = {
+        "first": P("data"),
+        "layers": {"up": P(None, "data"), "down": P(None, None, "data")},
+        "last": P(),
+    }
+    params = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), models.params(), specs
+    )
+    results = [
+        models.run(step, params, made.init(params), [models.batch(0)])
+        for step, made in zip(steps(tx, mesh_axes=specs), (tx, jgrad.offload(tx)), strict=True)
+    ]
+    models.assert_equal(*results[::-1])
+    up = results[1][1].mw["layers"]["up"].sharding
+    assert (up.memory_kind, up.spec[1]) == ("pinned_host", "data")
+
+
+def test_codes_of_8_bits_are_refused():
+    params, tx = models.params(width=32, hidden=256), jgrad.offload(adam(moment_dtype="8bit"))
+    message = (
+        "step_in_backward: `tx`: an `offload` with a state of int8 at .mw['layers']['down'].codes, "
+        "expected moments in float32 or bfloat16."
+    )
+    step = jgrad.step_in_backward(tx, models.loss)
+    assert_error(ValueError, message, lambda: step(params, tx.init(params), models.batch()))
