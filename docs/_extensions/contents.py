@@ -61,7 +61,7 @@ _MEASUREMENTS = {
 }
 MEASUREMENTS = {f"repository/benchmarks/{page}": text for page, text in _MEASUREMENTS.items()}
 PROJECT = {
-    "stability": "What stays the same in all versions 1.x.",
+    "stability": "What stays the same in all versions 2.x.",
     "repository/CHANGELOG": "What each version changed.",
     "repository/CONTRIBUTING": "How to add an optimizer, a wrapper, a test or a page.",
     "repository/BUILD_NOTES": "Why jgrad is built as it is, with what was measured.",
