@@ -160,7 +160,7 @@ from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_roun
 from jgrad._wrappers.watch import WatchState, report, watch
 from jgrad._wrappers.zero import zero
 
-__version__ = "1.1.0"
+__version__ = "2.0.0"
 
 
 if not _typing.TYPE_CHECKING:  # else type checkers accept any name of the module

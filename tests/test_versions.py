@@ -35,11 +35,13 @@ def minor(version):
 
 
 def test_readme():
-    """From the oldest to the newest of both."""
+    """From the oldest to the newest of both; the page on stability names these."""
     python = PROJECT["requires-python"].removeprefix(">=")
     expected = f"Python {python} to {NEWEST['python']} and JAX {OLDEST['jax']} to {NEWEST['jax']}"
     assert expected in (ROOT / "README.md").read_text().replace("\n", " ")
-    assert f"jax {OLDEST['jax']} to {NEWEST['jax']}" in (ROOT / "docs/stability.md").read_text()
+    tested = (ROOT / "docs/stability.md").read_text().partition("## Tested versions\n")[2]
+    assert f"JAX {OLDEST['jax']} on Python {python}" in tested.replace("\n", " ")
+    assert f"JAX {NEWEST['jax']} on Python {NEWEST['python']}" in tested.replace("\n", " ")
 
 
 def test_lower_bounds():

@@ -1,5 +1,7 @@
 """The blocks for trainers of others, each on a miniature of its trainer."""
 
+import ast
+import builtins
 import types
 
 import jax
@@ -9,48 +11,50 @@ import optax
 import pytest
 
 import jgrad
-from tests.guides.entries import IMPORTED, after, choices, nbytes, run
+from tests.guides.entries import after, choices, it_runs, run
 from tests.support import trainers
-from tests.support.pages import run_example
+from tests.support.pages import blocks, run_example
 
 TRAINERS = "docs/trainers.md"
 PAGES = (TRAINERS,)
 
 
 # The blocks, in the order of the page.
-MAXTEXT, TUNIX, TOKENS, LEVANTER, BRAX, OPENPI, PINN = range(7)
+MAXTEXT, SPIKES, TUNIX, LEVANTER, BRAX, PINN = range(6)
 # A few roundings of half a unit in the last place in each of twelve steps, one way in the worst case.
 IN_STEPS = 12 * 16 * 2.0**-24
 
 
-@after(TRAINERS, MAXTEXT, names=trainers.maxtext)
+after(TRAINERS, MAXTEXT, names=trainers.maxtext)(it_runs)
+
+
+@after(TRAINERS, SPIKES, names=trainers.maxtext)
 def maxtext(names, printed):
-    """The same losses; where the backbone is frozen, those of clipping the head alone."""
-    ours, theirs, train, config = (names[x] for x in ("get_optimizer", "theirs", "train", "config"))
+    """The same losses with each setting, and a NaN makes the metric true once."""
+    get_optimizer, config, theirs, train = (
+        names[x] for x in ("get_optimizer", "config", "theirs", "train")
+    )
 
-    def losses(make, dtype=jnp.float32, **changes):
+    def ours(changed, schedule):
+        return run_example(TRAINERS, MAXTEXT, names | {"config": changed})["base_opt"]
+
+    def losses(make, nan=None, dtype=jnp.float32, **changes):
         changed = types.SimpleNamespace(**vars(config) | changes)
+        tx = get_optimizer(make(changed, trainers.SCHEDULE), names["skip_step_on_spikes"], changed)
         params = jax.tree.map(lambda x: x.astype(dtype), trainers.dense())
-        return train(make, changed, params)
+        return train(tx, changed, params, nan)
 
-    replaced = {"skip_step_on_spikes": True, "gradient_clipping_threshold": 0.0}
-    expected = losses(theirs)[0]
-    np.testing.assert_allclose(losses(ours, **replaced)[0], expected, rtol=IN_STEPS)
-
-    def head_alone(config, schedule, model=None):
-        """Clips what is trained, as MaxText does not."""
-        labels = {"backbone": "frozen", "head": "trained"}
-        clipped = optax.chain(optax.clip_by_global_norm(1.0), theirs(config, schedule))
-        parts = {"frozen": optax.set_to_zero(), "trained": clipped}
-        return optax.partition(parts, labels)
-
-    frozen = {"trainable_parameters_mask": ["^head/"]}
-    expected = losses(head_alone, gradient_clipping_threshold=0.0)[0]
-    assert not np.allclose(losses(theirs, **frozen)[0], expected, rtol=1e-2)
-    np.testing.assert_allclose(losses(ours, **replaced, **frozen)[0], expected, rtol=IN_STEPS)
-    moments = losses(ours, jnp.bfloat16, **replaced)[2]
-    dtypes = {x.dtype for x in jax.tree.leaves(optax.tree.get(moments, "vw"))}
-    assert dtypes == {jnp.dtype("float32")}
+    changes = {}, {"adamw_mask": []}, {"adam_b2": 0.99}, {"trainable_parameters_mask": ["^head/"]}
+    for change in changes:
+        found, expected = (losses(make, **change)[0] for make in (ours, theirs))
+        np.testing.assert_allclose(found, expected, rtol=IN_STEPS)
+    found, skipped, _ = losses(ours, 6, skip_step_on_spikes=True)
+    assert skipped == [i == 6 for i in range(12)]
+    assert np.isfinite(np.delete(found, 6)).all()
+    eager = losses(ours, skip_step_on_spikes=True, skip_step_scaling_factor=0.0)[1]
+    assert sum(eager) > 2
+    state = losses(ours, dtype=jnp.bfloat16, mu_dtype=jnp.dtype("bfloat16"))[2]
+    assert {x.dtype for x in jax.tree.leaves(state.mw)} == {jnp.dtype("bfloat16")}
 
 
 @after(TRAINERS, TUNIX, names=trainers.tunix)
@@ -72,72 +76,36 @@ def tunix(names, printed):
     assert losses[-1] < losses[0]
 
 
-@after(TRAINERS, TOKENS, names=trainers.nnx_loop)
-def tokens_of_mini_batches(names, printed):
-    """Three windows of four mini-batches train as three batches; one of a mini-batch has no token."""
-    masks = np.random.default_rng(1).uniform(size=(12, 16)) < np.linspace(0.1, 0.9, 12)[:, None]
-    masks = (masks * 0.25).astype(np.float32)  # weights are fractions
-    masks[5] = 0
-    nnx, model = names["nnx"], names["model"]
-    for batch in zip(trainers.X, trainers.Y, masks, strict=True):
-        names["train_step"](model, names["optimizer"], batch)
-    whole = trainers.Regression()
-    optimizer = nnx.Optimizer(whole, optax.adam(names["schedule"]), wrt=nnx.Param)
-    joined = [x.reshape(3, 64, *x.shape[2:]) for x in (trainers.X, trainers.Y, masks)]
-    for batch in zip(*joined, strict=True):
-        grads = nnx.grad(names["mean_loss"], has_aux=True)(whole, batch)[0]
-        optimizer.update(whole, grads)
-    assert int(names["optimizer"].opt_state.skipped[...]) == 1
-    for x, y in zip(*(jax.tree.leaves(nnx.state(m)) for m in (model, whole)), strict=True):
-        # Adam's first step is the sign of a gradient, and sums of 64 rows differ in their last digits.
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
-
-
 @after(TRAINERS, LEVANTER, names=trainers.levanter)
 def levanter(names, printed):
-    """The same losses; steps with spikes of the loss are left out, and the report has the rate."""
+    """The same losses; steps with spikes of the loss are left out, and the state has the rate."""
     config = names["OptimizerConfig"].choices["jgrad"]()
     expected, _, _ = names["train"](names["theirs"]())
     losses, lengths, state = names["train"](config)
     np.testing.assert_allclose(losses, expected, rtol=5 * IN_STEPS)  # five times as many steps
     assert min(lengths[1:12]) > 0
-    assert float(jgrad.report(state)["learning_rate"]) == 0  # its schedule is over
+    assert float(state.hyperparams["learning_rate"]) == 0  # its schedule is over
     _, lengths, state = names["train"](config, spike={50, 51, 52})
-    assert int(jgrad.report(state)["spikes"]) == 3
+    assert int(jgrad.report(state.inner_state)["spikes"]) == 3
 
 
 @after(TRAINERS, BRAX, names=trainers.brax)
 def brax(names, printed):
     """The same losses and learning rates, which go both ways; and theirs has no wrapper around it."""
-    train, theirs, chain = names["train"], names["theirs"], names["chain"]
-    _, found = train(names["optimizer"], names["minibatch_step"])
-    _, expected = train(chain, theirs(chain))
+    train, theirs = names["train"], names["theirs"]
+    found = train(names["optimizer"], names["lr_is_adaptive_kl"])
+    expected = train(theirs, True)
     np.testing.assert_allclose(found["learning_rate"], expected["learning_rate"], rtol=1e-6)
     assert len(np.unique(found["learning_rate"])) == 3
     np.testing.assert_allclose(found["loss"], expected["loss"], rtol=IN_STEPS)
-    wrapped = optax.apply_if_finite(chain, 5)
-    with pytest.raises((AssertionError, TypeError, KeyError)):
-        train(wrapped, theirs(wrapped))
-
-
-@after(TRAINERS, OPENPI, names=trainers.openpi)
-def openpi(names, printed):
-    """In bfloat16, near their losses in float32; so is the average, where theirs is ten times off."""
-    train, ours, theirs = names["train"], names["SixBytes"](), names["AdamW"]()
-    losses, states = train(ours, jnp.bfloat16)
-    (exact, wide), (_, half) = (train(theirs, x, 0.99) for x in (jnp.float32, jnp.bfloat16))
-    # A weight of either layer is off by up to 2**-8 of itself, and errors are squared.
-    np.testing.assert_allclose(losses, exact, rtol=4 * 2.0**-8)
-    last, kernel = states[-1], lambda tree: tree["b"]["kernel"][...]
-    average = optax.tree.get(last.opt_state, "average")
-    assert {x.dtype for x in jax.tree.leaves(average)} == {jnp.dtype("float32")}
-    assert len(jax.tree.leaves(average)) == 2  # of four parameters, as two are frozen
-    true = kernel(wide[-1].ema_params)
-    error = lambda found: float(jnp.mean(jnp.abs(kernel(found).astype(jnp.float32) - true)))
-    assert error(average) < 0.1 * error(half[-1].ema_params)
-    moments = [optax.tree.get(last.opt_state, x)["b"]["kernel"] for x in ("mw", "vw")]
-    weight = kernel(last.params)
-    assert (2 * weight.nbytes + nbytes(moments)) / weight.size == pytest.approx(6.03, rel=0.002)
+    with pytest.raises(AssertionError):
+        train(optax.apply_if_finite(theirs, 5), True)
+    changed = {"learning_rate_schedule": None, "max_grad_norm": None}
+    plain = run_example(TRAINERS, BRAX, names | changed)
+    found, expected = (
+        train(x, plain["lr_is_adaptive_kl"]) for x in (plain["optimizer"], optax.adam(3e-4))
+    )
+    np.testing.assert_allclose(found["loss"], expected["loss"], rtol=IN_STEPS)
 
 
 @after(TRAINERS, PINN, names=trainers.jaxpi)
@@ -148,27 +116,22 @@ def pinn(names, printed):
     )
     for mini_batches in (0, 2):
         config.grad_accum_steps = mini_batches
-        found, expected = (train(x, config, 12)[0] for x in (ours, theirs))
+        found, expected = (train(x, config, 12) for x in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=IN_STEPS)
     config.optimizer, config.learning_rate, config.grad_accum_steps = "SOAP", 3e-3, 0
-    losses = train(ours, config, 200)[0]
+    losses = train(ours, config, 200)
     assert losses[-1] < 1e-3 * losses[0]
 
 
-def test_a_pinn_in_double_precision(standard_promotion, x64):
-    """The losses of float64 steps: optax's Adam, and a mean of two equal gradients."""
-    names = run_example(TRAINERS, PINN, IMPORTED | trainers.jaxpi())
-    ours, train, config = (names[x] for x in ("_create_optimizer", "train", "config"))
-    config.beta2 = 0.99
-    expected = train(names["theirs"], config, 12, "float64")[0]
-    with jax.numpy_rank_promotion("allow"):
-        once, _ = train(ours, config, 12, "float64")
-        config.grad_accum_steps = 2
-        twice, state = train(ours, config, 24, "float64")
-    np.testing.assert_allclose(once, expected, rtol=1e-12)
-    np.testing.assert_allclose(twice[::2], expected, rtol=1e-12)
-    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    assert all(x.dtype == jnp.float64 for x in floats)
+@pytest.mark.parametrize("index", range(len(trainers.FILES)))
+def test_reads_only_names_of_the_file(index):
+    nodes = list(ast.walk(ast.parse(blocks(TRAINERS)[index])))
+    names = [x for x in nodes if isinstance(x, ast.Name)]
+    own = {x.id for x in names if isinstance(x.ctx, ast.Store)}
+    own |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+    own |= {x.name for x in nodes if isinstance(x, ast.FunctionDef)}
+    read = {x.id for x in names if isinstance(x.ctx, ast.Load)}
+    assert read - own - set(dir(builtins)) - trainers.FILES[index] == {"jgrad"}
 
 
 @pytest.mark.parametrize("block", choices(PAGES))

@@ -2,12 +2,13 @@
 
 Each function returns the names that the page's block finds in its file, and under "theirs" the
 optimizer that the block replaces. Signatures, names of options and the order of calls are those of
-the file at the commit in the docstring; models and data are small.
+the file at the commit in the docstring; models and data are small. `FILES` has all names that a
+block may read: what the file imports, and what is in scope where the block stands.
 """
 
 import abc
-import collections
 import dataclasses
+import enum
 import functools
 import re
 import types
@@ -59,65 +60,79 @@ def maxtext():
     def get_adamw_mask(config):
         return _get_path_mask_fn(config.adamw_mask, match_returns_true=False)
 
-    def theirs(config, learning_rate_schedule, model=None):
-        tx = optax.adamw(
+    def theirs(config, learning_rate_schedule):
+        return optax.adamw(
             learning_rate_schedule,
             b1=config.adam_b1,
             b2=config.adam_b2,
             eps=config.adam_eps,
+            eps_root=config.adam_eps_root,
             weight_decay=config.adam_weight_decay,
-            mu_dtype=config.mu_dtype or None,
+            mu_dtype=config.mu_dtype,
             mask=get_adamw_mask(config),
         )
+
+    def get_optimizer(base_opt, skip_step_on_spikes, config):
+        """What is around the chosen method."""
+        if config.skip_step_on_spikes:
+            base_opt = skip_step_on_spikes(
+                base_opt,
+                interval=config.skip_step_interval,
+                scaling_factor=config.skip_step_scaling_factor,
+            )
         frozen = _get_path_mask_fn(config.trainable_parameters_mask, match_returns_true=False)
         if frozen is None:
-            return tx
+            return base_opt
         labels = lambda w: jax.tree.map(lambda x: "frozen" if x else "trainable", frozen(w))
-        return optax.multi_transform({"trainable": tx, "frozen": optax.set_to_zero()}, labels)
+        return optax.multi_transform({"trainable": base_opt, "frozen": optax.set_to_zero()}, labels)
 
-    def train(get_optimizer, config, params):
-        """Losses, and the last parameters and state."""
-        tx = get_optimizer(config, SCHEDULE)
+    def train(tx, config, params, nan=None):
+        """Losses, the metric, and the last state; the loss of step `nan` is not a number."""
 
         @jax.jit
         def train_step(params, opt_state, x, y):
-            loss, raw_grads = jax.value_and_grad(mean_square)(params, x, y)
-            grads = raw_grads
+            loss, grads = jax.value_and_grad(mean_square)(params, x, y)
             if config.gradient_clipping_threshold > 0:
                 clip = optax.clip_by_global_norm(config.gradient_clipping_threshold)
-                grads, _ = clip.update(raw_grads, None, None)
+                grads, _ = clip.update(grads, None, None)
             extra = {}
             if config.skip_step_on_spikes:
                 extra = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
             updates, opt_state = tx.update(grads, opt_state, params, **extra)
-            return optax.apply_updates(params, updates), opt_state, loss
+            is_skipped = opt_state.get("is_skipped") if isinstance(opt_state, dict) else None
+            return optax.apply_updates(params, updates), opt_state, loss, is_skipped
 
+        opt_state, losses, metric = tx.init(params), [], []
         scales = np.resize(np.float32([1, 0.1, 0.3]), (STEPS, 1, 1))  # some gradients are clipped
-        return steps(train_step, params, tx.init(params), zip(scales * X, Y, strict=True))
+        for i, (x, y) in enumerate(zip(scales * X, Y, strict=True)):
+            y = y * (np.nan if i == nan else 1)
+            params, opt_state, loss, is_skipped = train_step(params, opt_state, x, y)
+            losses.append(float(loss))
+            metric.append(is_skipped)
+        return losses, metric, opt_state
 
     config = types.SimpleNamespace(
         adam_b1=0.9,
         adam_b2=0.95,
         adam_eps=1e-8,
+        adam_eps_root=0.0,
         adam_weight_decay=0.1,
         adamw_mask=["scale"],
-        mu_dtype="",
+        mu_dtype=jnp.dtype("float32"),
         skip_step_on_spikes=False,
-        skip_step_interval=128,
+        skip_step_interval=4,
+        skip_step_scaling_factor=6.0,
         trainable_parameters_mask=[],
         gradient_clipping_threshold=1.0,
     )
-    own = {"_get_path_mask_fn": _get_path_mask_fn, "get_adamw_mask": get_adamw_mask}
-    return own | {"theirs": theirs, "train": train, "config": config}
-
-
-def steps(step, params, state, batches):
-    """Losses, and the last parameters and state."""
-    losses = []
-    for x, y in batches:
-        params, state, loss = step(params, state, x, y)
-        losses.append(float(loss))
-    return losses, params, state
+    return {
+        "config": config,
+        "learning_rate_schedule": SCHEDULE,
+        "get_adamw_mask": get_adamw_mask,
+        "get_optimizer": get_optimizer,
+        "theirs": theirs,
+        "train": train,
+    }
 
 
 # ---- Tunix -------------------------------------------------------------------------------------
@@ -181,17 +196,6 @@ def tunix():
     }
 
 
-def nnx_loop():
-    """A loss per token, for mini-batches of different numbers of tokens."""
-
-    def mean_loss(model, batch):
-        x, y, mask = batch
-        errors = jnp.mean(jnp.square(model(x) - y), -1)
-        return jnp.sum(mask * errors) / jnp.sum(mask), jnp.sum(mask)
-
-    return {"nnx": nnx, "model": Regression(), "mean_loss": mean_loss, "schedule": SCHEDULE}
-
-
 # ---- Levanter ----------------------------------------------------------------------------------
 
 
@@ -208,7 +212,7 @@ class Layer(eqx.Module):
 
 
 def levanter():
-    """marin-community/levanter 9263f81: `optim/config.py`, and `take_train_step`."""
+    """stanford-crfm/levanter 9263f81, marin-community/marin 0f45aa1: `optim/config.py`, and `take_train_step`."""
 
     class OptimizerConfig(abc.ABC):
         learning_rate: float = 6e-4
@@ -286,8 +290,13 @@ def levanter():
 # ---- Brax --------------------------------------------------------------------------------------
 
 
+class LRSchedule(enum.Enum):
+    NONE = "NONE"
+    ADAPTIVE_KL = "ADAPTIVE_KL"
+
+
 def brax():
-    """google/brax 0b96d05: `ppo/optimizer.py`, and `minibatch_step` of `ppo/train.py`."""
+    """google/brax 0b96d05: `ppo/optimizer.py`, and what `ppo/train.py` does with its optimizer."""
     axis, desired_kl, learning_rate = "i", 0.01, 3e-4
 
     def loss_and_pgrad_fn(params, normalizer_params, data, key):
@@ -308,97 +317,38 @@ def brax():
         state.hyperparams["learning_rate"] = lr
         return optimizer_state, lr
 
-    def theirs(optimizer):
-        def minibatch_step(carry, data, normalizer_params):
-            optimizer_state, params, key, rate = carry
+    def train(optimizer, lr_is_adaptive_kl):
+        """The metrics of each step, on two devices that `vmap` stands for."""
+
+        def minibatch_step(carry, data):
+            optimizer_state, params, key = carry
             key, key_loss = jax.random.split(key)
-            (_, metrics), grads = loss_and_pgrad_fn(params, normalizer_params, data, key_loss)
-            kl_mean = jax.lax.pmean(metrics["kl_mean"], axis_name=axis)
-            optimizer_state, lr = adaptive_kl_learning_rate(optimizer_state, kl_mean)
+            (_, metrics), grads = loss_and_pgrad_fn(params, 0.0, data, key_loss)
+            lr = jnp.array(learning_rate)
+            if lr_is_adaptive_kl:
+                kl_mean = jax.lax.pmean(metrics["kl_mean"], axis_name=axis)
+                optimizer_state, lr = adaptive_kl_learning_rate(optimizer_state, kl_mean)
             metrics["learning_rate"] = lr
             updates, optimizer_state = optimizer.update(grads, optimizer_state)
-            return (optimizer_state, optax.apply_updates(params, updates), key, rate), metrics
+            return (optimizer_state, optax.apply_updates(params, updates), key), metrics
 
-        return minibatch_step
-
-    def train(optimizer, minibatch_step):
-        """The metrics of each step, on two devices that `vmap` stands for."""
         kl = jnp.asarray([0.004, 0.03, 0.03, 0.0, 0.01, 0.001] * 2)
         data = X.reshape(STEPS, 2, 8, 8), Y.reshape(STEPS, 2, 8, 4), jnp.stack([kl, kl], 1)
         params = dense()
-        carry = optimizer.init(params), params, jax.random.key(0), jnp.float32(learning_rate)
-
-        def device(carry, data):
-            return jax.lax.scan(lambda c, d: minibatch_step(c, d, 0.0), carry, data)
-
+        carry = optimizer.init(params), params, jax.random.key(0)
+        device = lambda carry, data: jax.lax.scan(minibatch_step, carry, data)
         mapped = jax.vmap(device, axis_name=axis, in_axes=(None, 1), out_axes=(None, 1))
-        return jax.jit(mapped)(carry, data)
+        return jax.jit(mapped)(carry, data)[1]
 
     chain = (optax.clip_by_global_norm(0.5), optax.inject_hyperparams(optax.adam)(learning_rate))
     return {
-        "loss_and_pgrad_fn": loss_and_pgrad_fn,
-        "_PMAP_AXIS_NAME": axis,
-        "desired_kl": desired_kl,
+        "ppo_optimizer": types.SimpleNamespace(LRSchedule=LRSchedule),
         "learning_rate": learning_rate,
+        "learning_rate_schedule": "ADAPTIVE_KL",
         "max_grad_norm": 0.5,
-        "chain": optax.chain(*chain),
-        "theirs": theirs,
+        "theirs": optax.chain(*chain),
         "train": train,
     }
-
-
-# ---- openpi ------------------------------------------------------------------------------------
-
-OpenpiState = collections.namedtuple("OpenpiState", "params opt_state ema_params")
-
-
-def openpi():
-    """Physical-Intelligence/openpi 15a9616: `training/optimizer.py`, and `scripts/train.py`."""
-
-    @dataclasses.dataclass(frozen=True)
-    class AdamW:
-        b1: float = 0.9
-        b2: float = 0.95
-        eps: float = 1e-8
-        weight_decay: float = 1e-10
-        clip_gradient_norm: float = 1.0
-
-        def create(self, lr, weight_decay_mask=None):
-            mask = weight_decay_mask
-            tx = optax.adamw(lr, self.b1, self.b2, self.eps, 0.0, None, self.weight_decay, mask)
-            return optax.chain(optax.clip_by_global_norm(self.clip_gradient_norm), tx)
-
-    def train(config, dtype, ema_decay=None, rate=1e-3):
-        """Losses and states; the first layer is frozen, the second large enough for 8 bits."""
-        tx = config.create(rate)
-        trainable = nnx.All(nnx.Param, nnx.PathContains("b"))
-        graph, params = nnx.split(Regression(width=1024))
-        params = jax.tree.map(lambda p: p.astype(dtype), params)
-
-        @jax.jit
-        def train_step(state, x, y):
-            model = nnx.merge(graph, state.params)
-            loss = lambda model: jnp.mean(jnp.square(model(x).astype(jnp.float32) - y))
-            value, grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, trainable))(model)
-            trained = nnx.filter_state(state.params, trainable)
-            updates, opt_state = tx.update(grads, state.opt_state, trained)
-            nnx.update(model, optax.apply_updates(trained, updates))
-            params, average = nnx.state(model), None
-            if ema_decay is not None:
-                mean = lambda old, new: ema_decay * old + (1 - ema_decay) * new
-                average = jax.tree.map(mean, state.ema_params, params)
-            return OpenpiState(params, opt_state, average), value
-
-        first = tx.init(nnx.filter_state(params, trainable))
-        state = OpenpiState(params, first, None if ema_decay is None else params)
-        losses, states = [], [state]
-        for x, y in zip(X, Y, strict=True):
-            state, value = train_step(state, x, y)
-            losses.append(float(value))
-            states.append(state)
-        return losses, states
-
-    return {"dataclasses": dataclasses, "AdamW": AdamW, "train": train}
 
 
 # ---- jaxpi -------------------------------------------------------------------------------------
@@ -419,19 +369,16 @@ def jaxpi():
         return tx
 
     class Mlp(nn.Module):
-        dtype: str
-
         @nn.compact
         def __call__(self, x):
-            layer = functools.partial(nn.Dense, dtype=self.dtype, param_dtype=self.dtype)
-            return layer(1)(nn.tanh(layer(16)(nn.tanh(layer(16)(x)))))[0]
+            return nn.Dense(1)(nn.tanh(nn.Dense(16)(nn.tanh(nn.Dense(16)(x)))))[0]
 
-    def train(create, config, count, dtype="float32"):
-        """Losses of u'' = -sin(x), u(0) = 0, u(pi) = 1, and the last state."""
-        arch = Mlp(dtype)
-        params = arch.init(jax.random.PRNGKey(0), jnp.ones(1, dtype))
+    def train(create, config, count):
+        """Losses of u'' = -sin(x), u(0) = 0, u(pi) = 1."""
+        arch = Mlp()
+        params = arch.init(jax.random.PRNGKey(0), jnp.ones(1))
         state = train_state.TrainState.create(apply_fn=arch.apply, params=params, tx=create(config))
-        points = jnp.linspace(0, np.pi, 24, dtype=dtype)
+        points = jnp.linspace(0, np.pi, 24)
 
         def loss(params):
             u = lambda x: state.apply_fn(params, x[None])
@@ -441,10 +388,12 @@ def jaxpi():
 
         def step(state, _):
             value, grads = jax.value_and_grad(loss)(state.params)
-            return state.apply_gradients(grads=grads), value
+            return state.apply_gradients(grads=jax.lax.pmean(grads, "batch")), value
 
-        state, losses = jax.jit(lambda s: jax.lax.scan(step, s, length=count))(state)
-        return np.asarray(losses), state
+        scan = lambda s: jax.lax.scan(step, s, length=count)
+        one = jax.local_devices()[:1]
+        replicated = jax.tree.map(lambda x: jnp.asarray(x)[None], state)
+        return np.asarray(jax.pmap(scan, axis_name="batch", devices=one)(replicated)[1])[0]
 
     config = types.SimpleNamespace(
         optimizer="Adam",
@@ -457,3 +406,22 @@ def jaxpi():
         grad_accum_steps=0,
     )
     return {"theirs": theirs, "config": config, "train": train}
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+# The order of the page. `import jgrad` and, for jaxpi, `import jax` are the page's.
+FILES = tuple(
+    set(names.split())
+    for names in (
+        "re jax jnp optax muon get_adamw_mask config learning_rate_schedule model",
+        "re jax jnp optax muon _get_path_mask_fn get_adamw_mask _compute_rolling_stats",
+        "jax jnp nnx optax PeftTrainer model schedule training_config",
+        "abc re warnings dataclass partial Callable Optional draccus eqx jax np optax jnp haliax "
+        "OptimizerConfig AdamConfig ClipUpdateNormConfig SkipStepConfig",
+        "functools time flax jax jnp np optax ppo_optimizer ppo_losses learning_rate max_grad_norm "
+        "learning_rate_schedule",
+        "partial jnp lax jit grad pmap random jacfwd jacrev tree_map tree_reduce tree_leaves optax "
+        "jax",
+    )
+)
