@@ -71,9 +71,8 @@ def assert_trains_as_ordinary(title):
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_diff(title):
-    """It leads from a script without a step in the backward pass to one of under 65 lines."""
+    """It leads from a script without a step in the backward pass."""
     text, old = script(title), ordinary(title)
-    assert len(text.splitlines()) < 65
     assert text.count("100") == 1
     for name in ("scan_layers", "in_backward"):
         assert name in text
