@@ -1,4 +1,4 @@
-"""What docs/scanned_layers.md says of haiku; of the other frameworks, tests/guides has it."""
+"""What docs/scanned_layers.md and its script say of haiku; tests/guides has the other frameworks."""
 
 import re
 
@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.guides.test_scanned_layers import HAIKU, SCANNED_LAYERS, assert_trains_as_ordinary
-from tests.support.pages import blocks_of, section
+from tests.guides.test_scanned_layers import HAIKU, assert_trains_as_ordinary, variants, whole
 
 pytestmark = pytest.mark.clients
 
@@ -32,9 +31,8 @@ def test_dropout_in_haiku(name):
     def new(x):
         hk.next_rng_key()
         names = {"hk": hk, "jax": jax, "jgrad": jgrad, "block": block, "x": x}
-        text = section(SCANNED_LAYERS, HAIKU)
-        (default,) = re.findall(r'`("__.*")`', text)
-        exec(blocks_of(text)[1].replace('"layers"', f'"{name}"' if name else default), names)
+        (default,) = re.findall(r'"__\w+"', whole(HAIKU))
+        exec(variants(HAIKU)[0].replace('"layers"', f'"{name}"' if name else default), names)
         return names["x"]
 
     key, x = jax.random.key(0), jnp.ones((2, 4))

@@ -21,7 +21,7 @@ PAGES = (CHOOSE, STARTS, FAQ)
 
 
 # The blocks, in the order of the page.
-COMMON, FITS, SMALL, STACKED, DEEP_MUON, BF16, LARGE, *OTHERS = range(12)
+COMMON, FITS, SMALL, STACKED, BF16, LARGE, *OTHERS = range(11)
 JIT, FROZEN, BATCHES, FP16, MANY = OTHERS
 
 
@@ -64,11 +64,6 @@ def first_rate_is_zero(names, params, state, losses):
 setup(SMALL)(it_trains)
 setup(STACKED, cost=16)(it_trains)
 setup(BF16, cost=12)(it_trains)
-
-
-@setup(DEEP_MUON, STACKED)
-def no_second_moments(names, params, state, losses):
-    assert state.vw["layers"]["w"] is None
 
 
 @setup(FP16, cost=16)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import re
+import textwrap
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ import jgrad
 from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of
-from tests.support.pages import blocks, blocks_of, section
+from tests.support.pages import blocks, blocks_of, page, section
 
 SCANNED_LAYERS = "docs/scanned_layers.md"
 PAGES = (SCANNED_LAYERS,)
@@ -24,16 +25,28 @@ TRAINED = "model", "optimizer", "params", "state", "value"
 needs_as_pure = pytest.mark.skipif(not hasattr(nnx, "as_pure"), reason="flax is older")
 
 
+def whole(title):
+    """The file to which its section links."""
+    return page(*re.findall(r"\(\.\./(colabs/\w+\.py)\)", section(SCANNED_LAYERS, title)))
+
+
 def script(title):
-    return blocks_of(section(SCANNED_LAYERS, title))[0]
+    """Without its docstring."""
+    return whole(title).partition('"""\n\n')[2]
+
+
+def variants(title):
+    """The code in its docstring."""
+    text = whole(title).partition('"""\n\n')[0]
+    return [textwrap.dedent(x) for x in re.findall(r"(?m)(?:^    .*\n+)+", text)]
 
 
 def ordinary(title):
     """The script from which the diff of a section leads to its own."""
     text = script(title)
     (diff,) = blocks_of(section(SCANNED_LAYERS, title), "diff")
-    for old, new in re.findall(r"((?:^-.*\n)*)((?:^\+.*\n)+)", diff, re.MULTILINE):
-        before, after = (re.sub(r"^.", "", x, flags=re.MULTILINE) for x in (old, new))
+    for lines in (hunk.split("\n") for hunk in diff.strip("\n").split("\n\n")):
+        after, before = ("\n".join(x[1:] for x in lines if x[0] != gone) for gone in "-+")
         assert text.count(after) == 1
         text = text.replace(after, before)
     return text
@@ -58,9 +71,8 @@ def assert_trains_as_ordinary(title):
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_diff(title):
-    """It leads from a script without a step in the backward pass to one of under 60 lines."""
+    """It leads from a script without a step in the backward pass."""
     text, old = script(title), ordinary(title)
-    assert len(text.splitlines()) < 60
     assert text.count("100") == 1
     for name in ("scan_layers", "in_backward"):
         assert name in text
@@ -77,8 +89,7 @@ def test_script(title, standard_promotion):
 
 def test_boxes_on_a_mesh(standard_promotion):
     """On a mesh, flax looks at the axes that they name."""
-    old = 'self.variables["params"]["layers"]'
-    (new,) = re.findall(r"`(nn\.meta\..*)`", section(SCANNED_LAYERS, LINEN))
+    old, new = 'self.variables["params"]["layers"]', variants(LINEN)[1].strip()
     names = {}
     exec(script(LINEN).replace(old, new).partition("step = jax.jit")[0], names)
 
@@ -113,7 +124,7 @@ class Linen(nn.Module):
         if self.is_ordinary or self.is_initializing():
             return layers(x, None)[0]
         names = {"jax": jax, "jgrad": jgrad, "Block": functools.partial(Block, self.rate)}
-        exec(blocks_of(section(SCANNED_LAYERS, LINEN))[1], names := names | {"self": self, "x": x})
+        exec(variants(LINEN)[0], names := names | {"self": self, "x": x})
         return names["x"]
 
 
@@ -166,7 +177,7 @@ def test_an_nnx_module_as_layers():
 def test_micro_batches():
     """A step of a large batch is that of `accumulate` with its parts."""
     names, tx = {"jax": jax, "block": models.block}, jgrad.adam(1e-2)
-    exec(*blocks_of(section(SCANNED_LAYERS, "Gradient accumulation")), names)
+    exec(*blocks(SCANNED_LAYERS), names)
 
     def loss(params, x):
         x = jnp.tanh(x @ params["first"])
@@ -189,8 +200,3 @@ def test_micro_batches():
         return jax.jit(jax.grad(loss)).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(loss) < 0.5 * memory(models.loss)
-
-
-def test_blocks():
-    """All are run here, or in tests/clients."""
-    assert len(blocks(SCANNED_LAYERS)) == len(SECTIONS) + 3
