@@ -350,6 +350,7 @@ MUTATIONS = [
     Mutation("encoded_tile", "a kernel keeps new scales of a skipped step", "jnp.where(flag, X, _)", "X", SAME_NUMBERS + " -k skip"),
     Mutation("_is_here", "a kernel has the scale of another block", "jax.lax.rem(column, _)", "jax.lax.rem(column, 1)", SAME_NUMBERS),
     Mutation("LeafStep.aliases", "codes are written to new arrays", "itertools.chain(*_)", "itertools.chain()", KERNELS),
+    Mutation("platforms._lowered", "each leaf in 8 bits is a program of its own", "_as_traced(*_, traced=X)", "step._replace(used=()).plain(*operands)", KERNELS + " -k share"),
     # ---- _fused
     Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "core.enable_x64(False)", "core.enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
     Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "not is_read", "False", KERNELS),

@@ -80,7 +80,8 @@ class LeafStep(NamedTuple):
         None.
       place: how the leaf is sharded, if the user says it.
       no_kernel: why the function cannot be a kernel of a TPU; "" if it can.
-      types: of all results: those of the tuple, then codes and scale of each moment.
+      traced: the plain step, which has all results: those of the tuple, then codes and scale of
+        each moment. None before it is traced.
       used: which of them are read.
     """
 
@@ -90,8 +91,13 @@ class LeafStep(NamedTuple):
     replaces: tuple[int | None, ...]
     place: Place | None
     no_kernel: str
-    types: tuple[Any, ...]
+    traced: Any
     used: tuple[bool, ...]
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """Of all results."""
+        return tuple(self.traced.out_avals)
 
     def arguments(self, operands: Sequence[Any]) -> PyTree:
         """The arguments of the function."""

@@ -52,11 +52,11 @@ def run(
     position = {id(x): i for i, x in enumerate(operands)}
     positions, moments = tuple(position[id(x)] for x in leaves), moments_of(args)
     replaced = tuple(None if x is None else position[id(x)] for x in replaces)
-    step = LeafStep(function, structure, positions, replaced, place, no_kernel, (), ())
-    types = _traced.trace(*operands, step=step).jaxpr.out_avals
-    step = step._replace(types=tuple(types), used=(True,) * len(types))
+    step = LeafStep(function, structure, positions, replaced, place, no_kernel, None, ())
+    traced = _traced.trace(*operands, step=step).jaxpr
+    step = step._replace(traced=traced, used=(True,) * len(traced.out_avals))
     results = iter(_operation().bind(*operands, step=step))
-    values = list(itertools.islice(results, len(types) - 2 * len(moments)))
+    values = list(itertools.islice(results, len(traced.out_avals) - 2 * len(moments)))
     return values, [Blocks(next(results), next(results)) for _ in moments]
 
 
@@ -89,6 +89,12 @@ def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
 
 
 _traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
+
+
+@functools.partial(jax.jit, static_argnames="traced")
+def _as_traced(*operands: Any, traced: Any) -> list[jax.Array]:
+    """The plain step, neither traced nor written again for each leaf that is lowered."""
+    return list(core.eval_jaxpr(traced.jaxpr, traced.consts, *operands))
 
 
 _is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since JAX 0.11
@@ -148,7 +154,7 @@ def _lowered(context: Any, *operands: Any, by_default: Lowering | None, step: Le
 
     def run(*operands: Any) -> list[jax.Array]:
         if not isinstance(place, Place):
-            return step.plain(*operands)
+            return list(itertools.compress(_as_traced(*operands, traced=step.traced), step.used))
         if form == "two passes":
             return in_two_passes(step, operands)
         from jgrad._kernels import tpu  # Pallas: a third of `import jgrad`

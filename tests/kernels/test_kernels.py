@@ -238,6 +238,15 @@ def test_programs_for_a_tpu_have_kernels(name, request):
 # ---- surroundings ------------------------------------------------------------------------------
 
 
+def test_leaves_of_one_shape_share_a_function():
+    def roundings(count: int) -> int:
+        w = {f"{i}": jnp.ones((16, 256)) for i in range(count)}
+        tx = ADAM()
+        return jax.jit(tx.update).lower(w, tx.init(w), w).as_text().count("shift_right_arithmetic")
+
+    assert roundings(5) == roundings(1) > 0
+
+
 @pytest.mark.slow
 def test_one_trace_for_many_steps():
     tx, w = jgrad.skip_nonfinite(ADAM()), model()
