@@ -25,7 +25,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     `pinned_host`, also for results of `jax.jit` without `out_shardings`.
 
     In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
-    only the state of the current layer is, fetched while the gradient is computed.
+    only the state of the current layer is, fetched while the gradient is computed; JAX cannot
+    `jax.vmap` that. `jax.pmap` returns a state in device memory.
 
     Donate parameters and state together, and return both in that order. In any other order, or
     with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on

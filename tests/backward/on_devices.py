@@ -190,6 +190,7 @@ def skip(axes):
 
 METHODS = {
     "skip(clip)": Method(skip, FIRST, has_norms=True),
+    "offload": Method(lambda axes: jgrad.offload(adam())),
     "8 bits": Method(lambda axes: adam(moment_dtype="8bit", mesh_axes=axes), dtype=jnp.float32),
     "muon": Method(lambda axes: muon(mesh_axes=axes), has_norms=True),
     "lamb": Method(lambda axes: jgrad.lamb(1e-2, layer_axes=AXES, mesh_axes=axes), has_norms=True),

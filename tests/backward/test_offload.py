@@ -2,13 +2,11 @@
 
 import jax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._arithmetic.elementwise import inner_equations
 from tests.backward import models
 from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
-from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 
 pytestmark = pytest.mark.skipif(
@@ -77,25 +75,6 @@ def test_the_state_of_other_leaves_is_fetched_behind_their_gradients():
     """Else XLA fetches it before the layers, and it is on the device while they are updated."""
     fetched = [made for _, up, made in moves(adam())[1] if not up]
     assert fetched.count("optimization_barrier") == 4  # moments of the first and the last matrix
-
-
-def test_sharded_leaves():
-    mesh, tx = mesh_of(data=2), adam()
-    specs = {
-        "first": P("data"),
-        "layers": {"up": P(None, "data"), "down": P(None, None, "data")},
-        "last": P(),
-    }
-    params = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), models.params(), specs
-    )
-    results = [
-        models.run(step, params, made.init(params), [models.batch(0)])
-        for step, made in zip(steps(tx, mesh_axes=specs), (tx, jgrad.offload(tx)), strict=True)
-    ]
-    models.assert_equal(*results[::-1])
-    up = results[1][1].mw["layers"]["up"].sharding
-    assert (up.memory_kind, up.spec[1]) == ("pinned_host", "data")
 
 
 def test_codes_of_8_bits_are_refused():
