@@ -21,8 +21,8 @@ PAGES = (CHOOSE, STARTS, FAQ)
 
 
 # The blocks, in the order of the page.
-COMMON, FITS, SMALL, STACKED, BF16, LARGE, *OTHERS = range(11)
-JIT, FROZEN, BATCHES, FP16, MANY = OTHERS
+COMMON, FITS, SMALL, STACKED, BF16, LARGE, *OTHERS = range(10)
+FROZEN, BATCHES, FP16, MANY = OTHERS
 
 
 def setup(index, *before, cost=None, steps=30):
@@ -83,15 +83,6 @@ def too_large(names, params, state, losses):
     found = large.nbytes + nbytes((adam.mw["layers"]["w"], adam.vw["layers"]["w"]))
     assert found == pytest.approx(4.03 * large.size, rel=0.002)
     in_both_forms(names["step"], params, state, names["batch"])
-
-
-@setup(JIT)
-def many_devices(names, params, state, losses):
-    """Each has its part of the moments, and all have the parameters."""
-    for x in jax.tree.leaves((state.mw, state.vw)):
-        share = x.addressable_shards[0].data.size
-        assert share == (x.size if x.shape == (1,) else x.size // 8)
-    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
 
 
 @setup(FROZEN)
