@@ -1,11 +1,17 @@
-"""Trains a classifier of handwritten digits by optax's AdamW and by optimizers of jgrad.
+"""Trains a classifier of handwritten digits with optax's AdamW and with optimizers of jgrad.
 
     python colabs/train_digits.py
+    python colabs/train_digits.py --sweep  # how the learning rates were chosen
 
 The data are the 1797 real digits that scikit-learn ships. Each optimizer trains at a small and at a
-large batch. The program shows progress, prints a table with the size of each state, and saves a
-plot of training losses and test accuracies. It exits with status 1 if an optimizer misses the
-target accuracy.
+large batch. The script shows progress, prints a table with the size of each state, and saves a plot
+of training losses and test accuracies. It exits with status 1 if an optimizer misses the target
+accuracy.
+
+Learning rates were chosen alike for all optimizers: at each batch size, `--sweep` trains with nine
+rates from 0.0005 to 0.128 and three seeds on four fifths of the training digits. Of the rates whose
+mean loss on the others is within a fifth of the lowest, which three seeds hardly tell apart, the
+smallest is taken. The test digits have no part in it.
 """
 
 # ruff: noqa: E402 (first what is missing)
@@ -38,6 +44,7 @@ _EPOCHS = flags.DEFINE_integer("epochs", 40, "Passes over the training digits.",
 _HIDDEN = flags.DEFINE_integer("hidden", 128, "Width of the two hidden layers.", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the initial weights and the order of the digits.")
 _PLOT = flags.DEFINE_string("plot", "train_digits.png", "Where to save the plot.")
+_SWEEP = flags.DEFINE_bool("sweep", False, "Only choose learning rates.")
 _TARGET = flags.DEFINE_float("target", 0.95, "Test accuracy that every optimizer must reach.")
 
 # ---- optimizers and training -------------------------------------------------------------------
@@ -56,31 +63,36 @@ class Optimizer(NamedTuple):
 
     Attributes:
       make: the transformation for a learning rate or a schedule.
-      peak: the highest learning rate at a batch of 32.
+      peaks: the highest learning rates, at the batch sizes of `SWEPT`; between them on a line in
+        logarithms.
       style: of its lines in the plot.
     """
 
     make: Callable[..., optax.GradientTransformation]
-    peak: float
+    peaks: tuple[float, float]
     style: dict[str, Any]
 
 
+SWEPT = 32, 512
+RATES = [0.0005 * 2**k for k in range(9)]
 OPTIMIZERS = {
     "optax.adamw": Optimizer(
         functools.partial(optax.adamw, weight_decay=1e-4, mask=matrices),
-        0.002,
+        (0.001, 0.004),
         {"color": "0.7", "lw": 6},
     ),
     "jgrad.adam": Optimizer(
-        functools.partial(jgrad.adam, **_DECAY), 0.002, {"color": "black", "lw": 1.5}
+        functools.partial(jgrad.adam, **_DECAY), (0.001, 0.004), {"color": "black", "lw": 1.5}
     ),
     "jgrad.adam, 8bit": Optimizer(
         functools.partial(jgrad.adam, moment_dtype="8bit", **_DECAY),
-        0.002,
+        (0.001, 0.004),
         {"color": "C1", "ls": "--"},
     ),
     "jgrad.lamb": Optimizer(
-        functools.partial(jgrad.lamb, trust_ratio_mask=matrices, **_DECAY), 0.01, {"color": "C0"}
+        functools.partial(jgrad.lamb, trust_ratio_mask=matrices, **_DECAY),
+        (0.001, 0.016),
+        {"color": "C0"},
     ),
     "jgrad.muon": Optimizer(
         functools.partial(
@@ -89,7 +101,7 @@ OPTIMIZERS = {
             scale="match_rms_adamw",
             **_DECAY,
         ),
-        0.004,
+        (0.001, 0.008),
         {"color": "C3"},
     ),
 }
@@ -101,16 +113,20 @@ class Run(NamedTuple):
     Attributes:
       optimizer: a name in `OPTIMIZERS`.
       batch: how many digits are in one.
+      peak: the highest learning rate.
       losses: of all steps.
       accuracies: on the test digits, after each epoch.
+      test_loss: theirs at the end.
       state_bytes: of the optimizer's state, per parameter.
       seconds: with compilation.
     """
 
     optimizer: str
     batch: int
+    peak: float
     losses: list[float]
     accuracies: list[float]
+    test_loss: float
     state_bytes: float
     seconds: float
 
@@ -119,15 +135,26 @@ class Run(NamedTuple):
         return self.accuracies[-1]
 
 
+def peak_of(name: str, batch: int) -> float:
+    """The highest learning rate for a batch size."""
+    logs = np.log(SWEPT), np.log(OPTIMIZERS[name].peaks)
+    return float(np.exp(np.interp(np.log(batch), *logs)))
+
+
 def train(
-    name: str, train_set: Digits, test_set: Digits, *, batch: int, on_epoch: Callable[[], None]
+    name: str,
+    train_set: Digits,
+    test_set: Digits,
+    *,
+    batch: int,
+    peak: float,
+    seed: int,
+    on_epoch: Callable[[], None],
 ) -> Run:
     """Trains one network from the start."""
     steps = _EPOCHS.value * (len(train_set.labels) // batch)
-    make, peak, _ = OPTIMIZERS[name]
-    peak *= (batch / 32) ** 0.5  # the square-root rule, of the LAMB paper
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
-    tx = make(schedule)
+    tx = OPTIMIZERS[name].make(schedule)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params: Params, state: optax.OptState, batch: Digits) -> tuple[Any, ...]:
@@ -136,11 +163,11 @@ def train(
         return optax.apply_updates(params, updates), state, value
 
     start = time.perf_counter()
-    params = init(jax.random.key(_SEED.value), hidden=_HIDDEN.value)
+    params = init(jax.random.key(seed), hidden=_HIDDEN.value)
     state = tx.init(params)
     size = sum(x.size for x in jax.tree.leaves(params))
     nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
-    rng = np.random.default_rng(_SEED.value)
+    rng = np.random.default_rng(seed)
     losses, accuracies = [], []
     for _ in range(_EPOCHS.value):
         for digits in train_set.batches(batch, rng):
@@ -149,7 +176,27 @@ def train(
         accuracies.append(accuracy(params, test_set))
         on_epoch()
     losses, accuracies = ([float(x) for x in found] for found in (losses, accuracies))
-    return Run(name, batch, losses, accuracies, nbytes / size, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    test_loss = float(jax.jit(loss)(params, test_set))
+    return Run(name, batch, peak, losses, accuracies, test_loss, nbytes / size, seconds)
+
+
+def sweep(digits: Digits, progress: Progress) -> None:
+    """Prints the chosen learning rates, and the mean loss on held-out digits for each rate."""
+    size = len(digits.labels) * 4 // 5
+    seen, held_out = (Digits(*(x[part] for x in digits)) for part in (np.s_[:size], np.s_[size:]))
+    for batch in SWEPT:
+        for name in OPTIMIZERS:
+            bar = progress.add_task(f"{name}, batch {batch}", total=3 * len(RATES) * _EPOCHS.value)
+            advance = functools.partial(progress.advance, bar)
+            run = functools.partial(train, name, seen, held_out, batch=batch, on_epoch=advance)
+            means = {
+                peak: np.mean([run(peak=peak, seed=seed).test_loss for seed in range(3)])
+                for peak in RATES
+            }
+            chosen = next(x for x in RATES if means[x] <= 1.2 * min(means.values()))
+            shown = ", ".join(f"{peak:g}: {mean:.4f}" for peak, mean in means.items())
+            progress.print(f"{name}, batch {batch}, chosen {chosen:g}, from {shown}")
 
 
 # ---- what is shown -----------------------------------------------------------------------------
@@ -157,12 +204,14 @@ def train(
 
 def table(runs: list[Run]) -> Table:
     """A line per run."""
-    shown = Table("optimizer", title="Handwritten digits")
-    for column in ("batch", "steps", "state, bytes per parameter", "seconds", "test accuracy"):
+    shown = Table(title="Handwritten digits")
+    shown.add_column("optimizer", no_wrap=True)
+    columns = "batch", "learning rate", "state, bytes per parameter", "seconds", "test accuracy"
+    for column in columns:
         shown.add_column(column, justify="right")
     for run in runs:
         cells = f"{run.state_bytes:.2f}", f"{run.seconds:.1f}", f"{run.accuracy:.1%}"
-        shown.add_row(run.optimizer, str(run.batch), str(len(run.losses)), *cells)
+        shown.add_row(run.optimizer, str(run.batch), f"{run.peak:.3g}", *cells)
     return shown
 
 
@@ -198,14 +247,19 @@ def main(argv: list[str]) -> int:
     train_set, test_set = load()
     runs = []
     with Progress() as progress:
+        if _SWEEP.value:
+            sweep(train_set, progress)
+            return 0
         for batch in _BATCHES.value:
             for name in OPTIMIZERS:
                 bar = progress.add_task(f"{name}, batch {batch}", total=_EPOCHS.value)
                 advance = functools.partial(progress.advance, bar)
-                runs.append(train(name, train_set, test_set, batch=batch, on_epoch=advance))
+                given = {"batch": batch, "peak": peak_of(name, batch), "seed": _SEED.value}
+                runs.append(train(name, train_set, test_set, **given, on_epoch=advance))
     rich.print(table(runs))
     plot(runs, _PLOT.value)
     rich.print(f"Losses and accuracies: {_PLOT.value}")
+    rich.print("Learning rates were chosen alike for all optimizers: --sweep repeats that.")
     missed = [run for run in runs if run.accuracy < _TARGET.value]
     for run in missed:
         rich.print(f"{run.optimizer}, batch {run.batch}: below the target of {_TARGET.value:.0%}")
