@@ -76,8 +76,8 @@ class Optimizer(NamedTuple):
 SWEPT = 32, 512
 RATES = [0.0005 * 2**k for k in range(9)]
 CHOSEN = (
-    f"Learning rates: the smallest of {RATES[0]:g} to {RATES[-1]:g} whose held-out loss is within a "
-    "fifth of the lowest, for each optimizer and batch size (--sweep)."
+    f"Learning rates: the smallest of {RATES[0]:g} to {RATES[-1]:g} whose held-out loss is within "
+    "a fifth of the lowest, for each optimizer and batch size (--sweep)."
 )
 OPTIMIZERS = {
     "optax.adamw": Optimizer(
