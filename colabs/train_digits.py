@@ -75,6 +75,10 @@ class Optimizer(NamedTuple):
 
 SWEPT = 32, 512
 RATES = [0.0005 * 2**k for k in range(9)]
+CHOSEN = (
+    f"Learning rates: the smallest of {RATES[0]:g} to {RATES[-1]:g} whose held-out loss is within "
+    "a fifth of the lowest, for each optimizer and batch size (--sweep)."
+)
 OPTIMIZERS = {
     "optax.adamw": Optimizer(
         functools.partial(optax.adamw, weight_decay=1e-4, mask=matrices),
@@ -236,7 +240,8 @@ def plot(runs: list[Run], path: str) -> None:
     for panel in rows[-1]:
         panel.set_xlabel("epoch")
     rows[0, 1].legend(loc="lower right")
-    figure.tight_layout()
+    figure.text(0.5, 0.01, CHOSEN, ha="center", fontsize=8)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
     figure.savefig(path, dpi=120)
 
 
@@ -259,7 +264,7 @@ def main(argv: list[str]) -> int:
     rich.print(table(runs))
     plot(runs, _PLOT.value)
     rich.print(f"Losses and accuracies: {_PLOT.value}")
-    rich.print("Learning rates were chosen alike for all optimizers: --sweep repeats that.")
+    rich.print(CHOSEN)
     missed = [run for run in runs if run.accuracy < _TARGET.value]
     for run in missed:
         rich.print(f"{run.optimizer}, batch {run.batch}: below the target of {_TARGET.value:.0%}")
