@@ -225,10 +225,7 @@ def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis
 
 
 def _of_rows(
-    steps: Function,
-    arrays: Sequence[jax.Array],
-    chosen: Sequence[Rows],
-    dealing: Dealing | None,
+    steps: Function, arrays: Sequence[jax.Array], chosen: Sequence[Rows], dealing: Dealing | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The rows that are taken, orthogonalized, and which they are.
 

@@ -61,10 +61,7 @@ class ClipState(NamedTuple):
 
 @explained
 def clip_by_global_norm(
-    max_norm: Scalar,
-    *,
-    mesh_axes: PyTree = None,
-    of: Literal["current", "previous"] = "current",
+    max_norm: Scalar, *, mesh_axes: PyTree = None, of: Literal["current", "previous"] = "current"
 ) -> Transformation:
     """Scales all updates down together if their global norm exceeds `max_norm`.
 

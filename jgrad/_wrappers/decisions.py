@@ -253,9 +253,7 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
 
 
 def noted_branch(
-    use: Flag,
-    then: Callable[[], tuple[T, Static]],
-    otherwise: Callable[[], T],
+    use: Flag, then: Callable[[], tuple[T, Static]], otherwise: Callable[[], T]
 ) -> tuple[T, Static | None]:
     """`branch`, of a `then` with more to say than arrays: what is static, and notes.
 
