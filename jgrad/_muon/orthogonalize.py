@@ -343,8 +343,7 @@ def _exchanged(
     new: dict[int, jax.Array] = {}
     for members in groups.values():
         alike = [arrays[i] for i in members], [known[i] for i in members]
-        orthogonal = all_to_all.orthogonalized(steps, *alike, dealing)
-        new |= zip(members, orthogonal, strict=True)
+        new |= zip(members, all_to_all.orthogonalized(steps, *alike, dealing), strict=True)
     return new
 
 
