@@ -120,6 +120,13 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture
+def as_users_run_it(standard_promotion):
+    """Without the strict rules of tests."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fresh_trace_counts():
     """`chex.assert_max_traces` counts by the function's name, across tests."""

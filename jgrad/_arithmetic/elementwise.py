@@ -101,8 +101,7 @@ def _traced(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The program of a function of leaves and numbers, and the types of its results."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
-    traced = jax.make_jaxpr(function, return_shape=True)
-    return traced(*[leaf] * leaves, *[number] * numbers)
+    return jax.make_jaxpr(function, return_shape=True)(*[leaf] * leaves, *[number] * numbers)
 
 
 def shown(x: Any) -> str:

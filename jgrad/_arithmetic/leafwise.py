@@ -43,8 +43,7 @@ _TOGETHER = 16
 
 def jit_static_kwargs(f: Callable[P, R]) -> Callable[P, R]:
     """`jax.jit` with keyword-only arguments static."""
-    parameters = inspect.signature(f).parameters.values()
-    static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    static = [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.KEYWORD_ONLY]
     return cast(Callable[P, R], functools.wraps(f)(jax.jit(f, static_argnames=static)))
 
 
@@ -176,8 +175,7 @@ def zip_leaves(*args: PerLeaf) -> list[tuple[Any, ...]]:
 
 def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
     """The call of `rule` on each leaf's entries."""
-    rows = zip_leaves(*args)
-    return [None if type(None) in map(type, row) else (rule, row) for row in rows]
+    return [None if type(None) in map(type, row) else (rule, row) for row in zip_leaves(*args)]
 
 
 def apply(rule: Function, *args: PerLeaf) -> list[Any]:

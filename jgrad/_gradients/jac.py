@@ -131,8 +131,7 @@ def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]
         _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
         return out, value
 
-    along = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))
-    columns, value = along(_basis(inputs))
+    columns, value = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))(_basis(inputs))
     return value, _blocks_of_columns(columns, inputs)
 
 

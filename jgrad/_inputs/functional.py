@@ -286,10 +286,7 @@ Arguments = dict[str, Any]
 
 
 def update(
-    replaced: Replaced,
-    before: Callable[[Arguments], Arguments] | None = None,
-    /,
-    **roles: Role,
+    replaced: Replaced, before: Callable[[Arguments], Arguments] | None = None, /, **roles: Role
 ) -> Callable[[F], F]:
     """Makes a functional update from a body that computes on lists with an entry per leaf.
 

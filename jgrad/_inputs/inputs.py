@@ -175,11 +175,7 @@ class Inputs(Parameters):
     """
 
     def __init__(
-        self,
-        function: str,
-        updates: PyTree,
-        params: PyTree,
-        around: Told = NOTHING,
+        self, function: str, updates: PyTree, params: PyTree, around: Told = NOTHING
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")

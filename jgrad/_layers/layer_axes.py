@@ -173,8 +173,7 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
             if not axis_exists(name):
                 remedy = "is for `shard_map` and `pmap`; under `jit` norms are of whole leaves"
                 i = mesh_axes.leaves.index(axes)
-                problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
-                mesh_axes.fail(i, ValueError, problem)
+                mesh_axes.fail(i, ValueError, f"no axis {name!r} here; `{mesh_axes.name}` {remedy}")
     return tuple(sorted(existing))
 
 

@@ -31,10 +31,7 @@ class Dealing(NamedTuple):
 
 
 def orthogonalized(
-    steps: Function,
-    arrays: Sequence[jax.Array],
-    axes: Sequence[MatrixAxes],
-    dealing: Dealing,
+    steps: Function, arrays: Sequence[jax.Array], axes: Sequence[MatrixAxes], dealing: Dealing
 ) -> list[jax.Array]:
     """Each matrix of each array, all of one shape.
 

@@ -225,10 +225,7 @@ def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis
 
 
 def _of_rows(
-    steps: Function,
-    arrays: Sequence[jax.Array],
-    chosen: Sequence[Rows],
-    dealing: Dealing | None,
+    steps: Function, arrays: Sequence[jax.Array], chosen: Sequence[Rows], dealing: Dealing | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The rows that are taken, orthogonalized, and which they are.
 
@@ -346,8 +343,7 @@ def _exchanged(
     new: dict[int, jax.Array] = {}
     for members in groups.values():
         alike = [arrays[i] for i in members], [known[i] for i in members]
-        orthogonal = all_to_all.orthogonalized(steps, *alike, dealing)
-        new |= zip(members, orthogonal, strict=True)
+        new |= zip(members, all_to_all.orthogonalized(steps, *alike, dealing), strict=True)
     return new
 
 

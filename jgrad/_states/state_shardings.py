@@ -217,8 +217,7 @@ def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
             break
         names.append(x)
     kind = followed.sharding.memory_kind
-    sharding = NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind)
-    return _Sharded(shape, sharding)
+    return _Sharded(shape, NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind))
 
 
 def _names(x: _Axes) -> tuple[str, ...]:
@@ -248,8 +247,7 @@ def _sharded_further(
         if size % devices == 0:
             names: list[_Axes] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
             names[i] = (*_names(names[i]), *axes)
-            kind = sharding.memory_kind
-            return NamedSharding(sharding.mesh, _spec(names), memory_kind=kind)
+            return NamedSharding(sharding.mesh, _spec(names), memory_kind=sharding.memory_kind)
     return sharding
 
 

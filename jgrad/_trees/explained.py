@@ -98,10 +98,7 @@ _MOMENTUM = Need(("momentum",), "without `momentum`")
 NEEDS: dict[str, tuple[Need, ...]] = {
     "weight_decay_mask": (_DECAY,),
     "weight_decay_rule": (_DECAY,),
-    "nesterov": (
-        _MOMENTUM,
-        Need(("fraction",), "with `fraction`", lambda x: not _is_part(x)),
-    ),
+    "nesterov": (_MOMENTUM, Need(("fraction",), "with `fraction`", lambda x: not _is_part(x))),
     "rate_in_momentum": (_MOMENTUM,),
     "moment_dtype": (_MOMENTUM,),
     "full_precision": (
@@ -283,7 +280,7 @@ GONE_OPTIONS = {
     ("pack", "matrices"): (
         "`max_size`, which leaves matrices unpacked, and `shard_over` of `muon`, which deals them "
         "out under `jit`; `unpack` a state with packed matrices in jgrad 1.1"
-    ),
+    )
 }
 
 # The keywords that some transformation takes in `update`.

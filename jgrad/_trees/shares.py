@@ -94,8 +94,7 @@ class Share:
                 "branch, expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in "
                 "`watch`."
             )
-        index = sum(name == function for name, _ in self.parts)
-        key = (function, index)
+        key = (function, sum(name == function for name, _ in self.parts))
         self.parts[key] = combine, part
         if key in self._known:
             return self._known[key]

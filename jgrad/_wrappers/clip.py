@@ -61,10 +61,7 @@ class ClipState(NamedTuple):
 
 @explained
 def clip_by_global_norm(
-    max_norm: Scalar,
-    *,
-    mesh_axes: PyTree = None,
-    of: Literal["current", "previous"] = "current",
+    max_norm: Scalar, *, mesh_axes: PyTree = None, of: Literal["current", "previous"] = "current"
 ) -> Transformation:
     """Scales all updates down together if their global norm exceeds `max_norm`.
 
@@ -121,8 +118,7 @@ def clip_by_global_norm(
         around = told()
         commit = around.commit
         inputs, inexact = _inexact(name, "updates", updates)
-        layers = _layers(inputs, mesh_axes, params)
-        norm = norms.global_norm(list(map(narrow, inexact)), layers)
+        norm = norms.global_norm(list(map(narrow, inexact)), _layers(inputs, mesh_axes, params))
         norm = shares.of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":

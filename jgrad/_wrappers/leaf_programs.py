@@ -25,11 +25,7 @@ _SAME_VALUE = ("copy", "copy_p", "device_put", "optimization_barrier", "sharding
 
 
 def leaf_programs(
-    tx: optax.GradientTransformation,
-    params: PyTree,
-    *,
-    mesh_axes: PyTree = None,
-    **extra_args: Any,
+    tx: optax.GradientTransformation, params: PyTree, *, mesh_axes: PyTree = None, **extra_args: Any
 ) -> dict[str, str]:
     """Tells whether a TPU updates each 8-bit array with one kernel, and if not, why.
 

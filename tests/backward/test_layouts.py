@@ -104,10 +104,7 @@ def check(seed, tx, params, loss, **options):
     expected = jax.jit(models.ordinary(tx, loss))(*given)
     found = jax.jit(step)(*given)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (
-        a,
-        b,
-    ) in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14)
     return given, found
 
@@ -139,8 +136,5 @@ def test_the_programs_of_other_platforms(x64, platform):
     given, expected = check(3, tx, params, loss)
     with forced(False):
         found = as_on(platform, jgrad.step_in_backward(tx, loss))(*given)
-    for (
-        a,
-        b,
-    ) in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14)

@@ -68,11 +68,7 @@ def test_a_rate_for_each_layer_along_another_axis():
     assert_equal(*both(jgrad.adam(rates), loss=loss, params=params), 4)
 
 
-METHODS = {
-    "lamb": jgrad.lamb,
-    "lars": jgrad.lars,
-    "muon": muon,
-}
+METHODS = {"lamb": jgrad.lamb, "lars": jgrad.lars, "muon": muon}
 
 
 @pytest.mark.slow(always=["lars-True", "lamb-False"])

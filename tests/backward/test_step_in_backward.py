@@ -45,9 +45,7 @@ def test_every_method_and_wrapper(name):
 
 @pytest.mark.slow(always=["True"])
 @pytest.mark.parametrize(
-    "remat",
-    [True, False, jax.checkpoint_policies.dots_saveable],
-    ids=["True", "False", "policy"],
+    "remat", [True, False, jax.checkpoint_policies.dots_saveable], ids=["True", "False", "policy"]
 )
 def test_two_stacks(remat):
     """And a tied embedding, an array that all blocks read, integers, and leaves without use."""

@@ -315,12 +315,7 @@ AROUND = {
     "penalty": penalised,
     "frozen layers": lambda p, x: mean(model(p | {"a": jax.lax.stop_gradient(p["a"])}, x)),
     "groups": lambda p, x: of_value(
-        p,
-        SCAN(
-            lambda group, x: SCAN(block, group, x),
-            p["a"],
-            x @ p["first"],
-        ),
+        p, SCAN(lambda group, x: SCAN(block, group, x), p["a"], x @ p["first"])
     ),
 }
 

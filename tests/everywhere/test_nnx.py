@@ -20,6 +20,8 @@ from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.states import assert_same_bits, filled
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")  # `MultiSteps` of optax promotes a count
+
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 RATE, STEPS = 1e-2, 3
 
@@ -96,8 +98,7 @@ def eight_bits(rate=RATE, **options):
 
 
 def muon(**options):
-    matrices = jgrad.hidden_matrices()
-    return jgrad.muon(2e-2, matrices=matrices, adam_learning_rate=RATE, **options)
+    return jgrad.muon(2e-2, matrices=jgrad.hidden_matrices(), adam_learning_rate=RATE, **options)
 
 
 def six_bytes():
@@ -140,13 +141,6 @@ IN_BFLOAT16 = ("master_weights", "six bytes")
 NOT_IN_8_BITS = ("decays by path", "momentum", "normuon", "lamb")
 
 
-@pytest.fixture(autouse=True)
-def _promotion_of_optax():
-    """Its `MultiSteps` promotes a count."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def has_8_bits(tree):
     return jnp.int8 in [x.dtype for x in jax.tree.leaves(tree)]
 
@@ -173,8 +167,7 @@ def test_recipes(name):
 
 def test_names():
     """Without a last `value`, in both forms; and what is named is there in each update."""
-    tx = jgrad.watch(jgrad.adam(RATES))
-    model, optimizer = start(tx)
+    model, optimizer = start(jgrad.watch(jgrad.adam(RATES)))
     step(model, optimizer)
     numbers = jgrad.report(optimizer.opt_state)
     leaves = {"a/bias", "a/kernel", "b/bias", "b/kernel"}
@@ -197,14 +190,12 @@ def test_rules_are_named_alike():
     message = f"adam: `learning_rate`: {problem}"
     assert_error(ValueError, message, lambda: step(model, optimizer))
     params = nnx.state(model, nnx.Param)
-    call = lambda: tx.update(params, tx.init(params), params)
-    assert_error(ValueError, message, call)
+    assert_error(ValueError, message, lambda: tx.update(params, tx.init(params), params))
 
 
 def test_words_of_hidden_matrices():
     """`value` is no part of the name of a parameter that a variable holds."""
-    params = nnx.state(Model(), nnx.Param)
-    chosen = jgrad.hidden_matrices(exclude=("value",))(params)
+    chosen = jgrad.hidden_matrices(exclude=("value",))(nnx.state(Model(), nnx.Param))
     assert jax.tree.leaves(chosen) == [False, True, False, True]
 
 

@@ -37,12 +37,7 @@ MATRICES = {
     "only support 2D parameters": "the inputs of a kernel are all axes but the output's",
     "does not support complex parameters": "X X^T is X X^H",
 }
-NO_ERRORS = {
-    "SGD": TREES,
-    "Adam": TREES | KINDS,
-    "AdamW": TREES | KINDS,
-    "Muon": TREES | MATRICES,
-}
+NO_ERRORS = {"SGD": TREES, "Adam": TREES | KINDS, "AdamW": TREES | KINDS, "Muon": TREES | MATRICES}
 
 
 def rows(kind):

@@ -2,7 +2,6 @@
 
 import pathlib
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -10,11 +9,7 @@ import pytest
 import jgrad
 import train_plain
 
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it(standard_promotion):
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import finetune_lora
 import jgrad
 from tests.support.pages import ROOT
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
 PAGES = runpy.run_path(str(ROOT / "docs/_extensions/trainings.py"))
 NAMES = PAGES["NAMES"]
 STEPS = 200  # of a run: fewer than the programs' own
@@ -25,12 +26,6 @@ MARKS = {
     "train_sharded_nnx": [pytest.mark.slow],
     "finetune_lora": [pytest.mark.slow],
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_users_run_it(standard_promotion):
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture
@@ -76,8 +71,7 @@ def test_it_learns_and_goes_on(name, run):
 
 def in_8_bits(state):
     """The shapes of the leaves whose first moment is in 8 bits."""
-    moments = arrays(optax.tree.get(state, "mw"))
-    return [x.shape for x in moments if x.dtype == jnp.int8]
+    return [x.shape for x in arrays(optax.tree.get(state, "mw")) if x.dtype == jnp.int8]
 
 
 def test_nnx(run):

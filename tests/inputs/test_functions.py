@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.support.errors import assert_error
 
 W = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
 G = jax.tree.map(lambda x: 0.5 * x, W)
@@ -124,11 +125,8 @@ def test_a_tree_of_rates_in_a_callable_model_is_not_called():
 
 def test_other_leaves_of_a_tree_of_rates_are_named():
     tx = jgrad.adam(Model(w=0.2, b="fast"))
-    with pytest.raises(TypeError) as caught:
-        tx.update(MODEL, tx.init(MODEL), MODEL)
-    assert str(caught.value) == (
-        "adam: `learning_rate` at .b: 'fast' of type str, expected a real array or a number."
-    )
+    message = "adam: `learning_rate` at .b: 'fast' of type str, expected a real array or a number."
+    assert_error(TypeError, message, lambda: tx.update(MODEL, tx.init(MODEL), MODEL))
 
 
 def test_a_tree_of_another_model_says_so():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.support.errors import assert_error
 
 X = jnp.array([1.0, 2.0])
 Y = jnp.array([3.0, 4.0])
@@ -112,8 +113,7 @@ def test_integers_asked_for_are_read_as_floats():
         seen.append(d["n"].dtype)
         return jnp.sum(d["w"] * d["n"].astype(float))
 
-    xs = {"w": X, "n": jnp.arange(2)}
-    _, grads = run(f, xs, xs_grad_idxs=(("n",),))
+    _, grads = run(f, {"w": X, "n": jnp.arange(2)}, xs_grad_idxs=(("n",),))
     chex.assert_trees_all_equal(grads, {"n": X})
     assert seen == [jnp.float32]
     _, grads = run(lambda n: jnp.sum(n), jnp.arange(3))
@@ -135,16 +135,14 @@ def test_gradients_have_the_dtype_of_their_leaf():
 def test_retain_grads(retain, slope):
     """It cuts the returned value from the graph, never the gradients."""
     f = lambda x: jnp.sum(x**2)
-    value = lambda x: run(f, x, retain_grads=retain)[0]
-    chex.assert_trees_all_equal(jax.grad(value)(X), slope)
+    chex.assert_trees_all_equal(jax.grad(lambda x: run(f, x, retain_grads=retain)[0])(X), slope)
     grads = lambda x: jnp.sum(run(f, x, retain_grads=retain)[1] * Y)
     chex.assert_trees_all_equal(jax.grad(grads)(X), 2 * Y)
 
 
 def test_nested_calls():
     """A gradient of a gradient."""
-    inner = lambda x: jnp.sum(run(lambda x: jnp.sum(x**3), x)[1])
-    _, second = run(inner, X)
+    _, second = run(lambda x: jnp.sum(run(lambda x: jnp.sum(x**3), x)[1]), X)
     chex.assert_trees_all_close(second, 6 * X)
 
 
@@ -190,11 +188,9 @@ def test_zero_written_out():
     ],
 )  # fmt: skip
 def test_nothing_is_lost(error, message, kwargs):
-    with pytest.raises(error) as caught:
-        jgrad.execute_with_gradients(
-            lambda x: {"a": {"b": x**2}, "a_b": 5 * x}, jnp.array(3.0), **kwargs
-        )
-    assert str(caught.value) == f"execute_with_gradients: {message}"
+    f = lambda x: {"a": {"b": x**2}, "a_b": 5 * x}
+    call = lambda: jgrad.execute_with_gradients(f, jnp.array(3.0), **kwargs)
+    assert_error(error, f"execute_with_gradients: {message}", call)
 
 
 def test_a_path_above_several_outputs():
@@ -232,6 +228,4 @@ def test_a_path_above_several_outputs():
     ],
 )  # fmt: skip
 def test_messages(message, call):
-    with pytest.raises(ValueError, match="execute_with_gradients: ") as caught:
-        call()
-    assert str(caught.value) == f"execute_with_gradients: {message}"
+    assert_error(ValueError, f"execute_with_gradients: {message}", call)

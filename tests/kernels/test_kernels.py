@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import export
-from jax.extend.core import Jaxpr
 from jax.interpreters import partial_eval
 
 import jgrad
+from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._kernels import platforms, tpu
 from jgrad._kernels.leaf_step import Place
 from tests.support.compilations import compilations
@@ -24,26 +24,12 @@ def model(dtype=jnp.float32):
     return normal(SHAPES, 0, dtype)
 
 
-def programs_in(jaxpr):
-    """The program, and those of its calls and branches."""
-    yield jaxpr
-    for equation in jaxpr.eqns:
-        for x in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(x, "jaxpr", x)
-            if isinstance(inner, Jaxpr):
-                yield from programs_in(inner)
-
-
 def kernels(tx, w, step=jgrad.apply_gradients):
     """The kernel of each leaf: its equation, as a program for a TPU has it."""
     traced = jax.make_jaxpr(functools.partial(step, tx))(w, tx.init(w), w)
     jaxpr, _ = partial_eval.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))
-    leaves = [
-        equation
-        for program in programs_in(jaxpr)
-        for equation in program.eqns
-        if equation.primitive.name == "jgrad_leaf_step"
-    ]
+    equations = inner_equations(jaxpr.eqns)
+    leaves = [x for x in equations if x.primitive.name == "jgrad_leaf_step"]
     found = []
     for leaf in leaves:
         run = functools.partial(tpu.run, leaf.params["step"], place=Place(), interpret=True)
@@ -135,8 +121,7 @@ def test_packed_rows_have_numbers_of_their_own():
 
 def test_what_comes_after_a_sum_is_in_no_kernel():
     """LAMB scales its direction by norms of it: the kernel writes that, and no moment in float32."""
-    lamb = jgrad.lamb(0.1, weight_decay=0.1, moment_dtype="8bit")
-    (kernel,) = kernels(lamb, model())
+    (kernel,) = kernels(jgrad.lamb(0.1, weight_decay=0.1, moment_dtype="8bit"), model())
     assert dtypes(kernel.invars) == ["float32", "float32", "int8", "uint8"]
     assert dtypes(kernel.outvars) == ["float32", "int8", "uint8"]
 
@@ -173,8 +158,7 @@ def test_an_average_of_the_weights_that_a_kernel_wrote():
 
 
 def test_the_gradient_of_lars_is_scaled_in_the_kernel():
-    tx = jgrad.lars(0.1, weight_decay=0.1, moment_dtype="8bit")
-    (kernel,) = kernels(tx, model())
+    (kernel,) = kernels(jgrad.lars(0.1, weight_decay=0.1, moment_dtype="8bit"), model())
     assert dtypes(kernel.invars) == [*FLOATS, "int8"]
     assert dtypes(kernel.outvars) == ["float32", "int8"]
 
@@ -215,8 +199,7 @@ def test_one_program_for_all_platforms():
     assert pallas_calls(exported.mlir_module()) == 1
     assert exported.platforms == ("cpu", "cuda", "tpu")
     expected = plain(tx, w, [w])
-    found = exported.call(w, tx.init(w), w)
-    assert_equal(tuple(found), (expected.w, expected.state))
+    assert_equal(tuple(exported.call(w, tx.init(w), w)), (expected.w, expected.state))
 
 
 @pytest.mark.parametrize("name", ["x64", "accumulate", "scan"])
@@ -265,8 +248,7 @@ def test_one_trace_for_many_steps():
 def test_vmap_over_gradients_alone():
     tx, w = MOMENTUM(), model()
     grads = [normal(SHAPES, i) for i in range(2)]
-    one = lambda g: jgrad.apply_gradients(tx, g, tx.init(w), w)
-    found = jax.jit(jax.vmap(one))(stack(grads))
+    found = jax.jit(jax.vmap(lambda g: jgrad.apply_gradients(tx, g, tx.init(w), w)))(stack(grads))
     assert_equal(found[0], stack([plain(tx, w, [g]).w for g in grads]))
 
 
@@ -389,8 +371,7 @@ def test_answers_of_other_blocks():
 
 def test_answers_of_what_is_not_updated():
     """A transformation of a user that keeps a moment, and never updates it."""
-    tx = MOMENTUM()
-    idle = optax.GradientTransformation(tx.init, lambda g, state, w=None: (g, state))
+    idle = optax.GradientTransformation(MOMENTUM().init, lambda g, state, w=None: (g, state))
     assert jgrad.leaf_programs(idle, model())[".mw['w']"] == (
         "XLA: it is not updated element by element"
     )

@@ -27,11 +27,7 @@ def model(seed=0, dtype=jnp.float32):
         x = rng.normal(size=shape)
         return x * sizes.reshape(3, *[1] * (len(shape) - 1)) if shape[0] == 3 else x
 
-    shapes = {
-        "embed": {"table": (5, 4)},
-        "layers": {"w": (3, 4, 6), "b": (3, 6)},
-        "head": [(4, 2)],
-    }
+    shapes = {"embed": {"table": (5, 4)}, "layers": {"w": (3, 4, 6), "b": (3, 6)}, "head": [(4, 2)]}
     return jax.tree.map(
         lambda shape: jnp.asarray(draw(*shape), dtype), shapes, is_leaf=lambda x: type(x) is tuple
     )
