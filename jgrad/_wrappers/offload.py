@@ -91,5 +91,5 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         return steps, host_memory.to_host(new)
 
     made = inside.Offloaded(*pair(init, update, _NAME))
-    made.tx = tx
+    setattr(made.update, inside.OFFLOADED, tx)
     return made
