@@ -25,7 +25,8 @@ from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
 
-OFFLOADED = "__jgrad_offloaded__"  # what is inside of an `offload`
+# What is inside an `offload`. Its `update` has it, because JAX rebuilds tuples without attributes.
+OFFLOADED = "__jgrad_offloaded__"
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
 
 _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
@@ -127,11 +128,6 @@ def check_others(state: PyTree) -> None:
 
 class Offloaded(Transformation):
     """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
-
-    @property
-    def tx(self) -> optax.GradientTransformation | None:
-        """What is inside. `update` holds it, because JAX rebuilds tuples without attributes."""
-        return getattr(self.update, OFFLOADED, None)
 
 
 def transformation(
