@@ -25,6 +25,8 @@ from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
 
+# What is inside an `offload`. Its `update` has it, because JAX rebuilds tuples without attributes.
+OFFLOADED = "__jgrad_offloaded__"
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
 
 _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
@@ -125,13 +127,7 @@ def check_others(state: PyTree) -> None:
 
 
 class Offloaded(Transformation):
-    """What `offload` returns. Other wrappers refuse it: they compute with the state inside.
-
-    Attributes:
-      tx: what is inside.
-    """
-
-    tx: optax.GradientTransformation
+    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
 
 
 def transformation(

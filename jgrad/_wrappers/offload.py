@@ -38,9 +38,10 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     under `jax.jit`.
 
     A state in device memory, such as one restored without shardings, is accepted, and the next
-    state is in host memory. `state_shardings(offload(tx), params)` includes the memory kind, for
-    `out_shardings` and for restoring a checkpoint; `jax.eval_shape` does not. `carry_over`, `pack`
-    and `unpack` leave a state in host memory there.
+    state is in host memory. Do not donate it, or the process aborts likewise: first move it by
+    `jax.device_put(state, jax.memory.Space.Host)`. `state_shardings(offload(tx), params)` includes
+    the memory kind, for `out_shardings` and for restoring a checkpoint; `jax.eval_shape` does not.
+    `carry_over`, `pack` and `unpack` leave a state in host memory there.
 
     Give the first step committed parameters: `jax.device_put(params, jax.devices()[0])` on one
     device. A state in host memory is committed, so the results of a step are too, and `jax.jit`
@@ -91,5 +92,5 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         return steps, host_memory.to_host(new)
 
     made = inside.Offloaded(*pair(init, update, _NAME))
-    made.tx = tx
+    setattr(made.update, inside.OFFLOADED, tx)
     return made

@@ -85,3 +85,10 @@ def test_codes_of_8_bits_are_refused():
     )
     step = jgrad.step_in_backward(tx, models.loss)
     assert_error(ValueError, message, lambda: step(params, tx.init(params), models.batch()))
+
+
+def test_an_offload_that_jax_rebuilt():
+    """`equinox.filter_jit` does so with its arguments, and attributes of a tuple are lost."""
+    tx, params = jax.tree.map(lambda f: f, jgrad.offload(adam())), models.params()
+    program = jax.make_jaxpr(jgrad.step_in_backward(tx, models.loss))
+    program(params, tx.init(params), models.batch())
