@@ -19,9 +19,10 @@ import optax
 from jgrad._arithmetic import numerics
 from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
-from jgrad._trees import checks, shardings, trees
+from jgrad._trees import checks, host_memory, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import KEYWORDS
+from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
@@ -130,12 +131,23 @@ def check_function(function: Any) -> None:
         raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
 
 
-def check_on_host(state: PyTree) -> None:
-    """No codes of 8 bits: for each layer XLA would copy a whole stack of those, tiled otherwise."""
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if checks.is_array(x) and x.dtype in (jnp.int8, jnp.uint8):
-            came = f"an `offload` with a state of {x.dtype}{checks.at(jax.tree_util.keystr(path))}"
-            raise ValueError(f"{_NAME}: `tx`: {came}, expected moments in float32 or bfloat16.")
+def check_memory(state: PyTree, *, on_host: bool) -> None:
+    """A state where it is expected, and no codes of 8 bits in host memory.
+
+    XLA would copy a whole stack of those for each layer, since a device tiles them otherwise.
+    """
+    where = None if on_host else host_memory.place_on_host(state)
+    if where is not None:
+        came = f"in host memory{checks.at(where)}"
+        raise ValueError(f"{_NAME}: `state`: {came}, expected `offload(tx)` or device memory.")
+    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
+        if on_host and _is_blocks(x):
+            came = f"an `offload` with 8-bit moments{checks.at(jax.tree_util.keystr(path))}"
+            raise ValueError(f"{_NAME}: `tx`: {came}, expected them in float32 or bfloat16.")
+
+
+def _is_blocks(x: PyTree) -> bool:
+    return isinstance(x, Blocks)
 
 
 def check_is_given(function: OfGradients | None) -> None:

@@ -312,11 +312,12 @@ class Model:
         self, portion: Portion, gradients: list[jax.Array | None]
     ) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients of leaves in no stack, and the arrays of their state."""
+        model = self
         if self.on_host:  # else XLA fetches them before the layers, and keeps them till the end
             state = {i: self.state[i] for i, _ in portion.cuts}
             gradients, state = shardings.barrier((gradients, state))
-            self = dataclasses.replace(self, state=_replaced(self.state, state))
-        return gradients, self.state_of(portion, None)
+            model = dataclasses.replace(self, state=_replaced(self.state, state))
+        return gradients, model.state_of(portion, None)
 
     def kept(self, new: Owned) -> Owned:
         """What an update has made, with arrays of the state where they are kept."""

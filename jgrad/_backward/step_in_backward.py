@@ -188,7 +188,6 @@ def step_in_backward(
         extra = {"loss": value} | extra
         if on_host:
             host_memory.check(_NAME)
-            calls.check_on_host(state)
             state = host_memory.to_host(state)
         whole, model = Whole(inner, params, state), Model.of_trees(params, state, on_host=on_host)
         options = {"first_pass": first_pass, "elementwise": elementwise}
@@ -200,6 +199,7 @@ def step_in_backward(
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
         calls.check_is_given(gradients)
+        calls.check_memory(state, on_host=on_host)
         with jax.disable_jit(False):
             traced = TracedLoss(loss, params, args, has_aux=has_aux)
         inputs = traced, params, state, args, extra_args

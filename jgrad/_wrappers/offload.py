@@ -20,7 +20,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         updates, new = tx(g, on_device(state), w)
         state'       = on_host(new)
 
-    Results are those of `tx`, bit for bit. Between steps the state takes no device memory; each
+    Results are those of `tx`, bit for bit, up to how XLA fuses what other libraries compute in
+    `step_in_backward`. Between steps the state takes no device memory; each
     step copies it to the device and back. Shardings stay as they are. The memory kind is
     `pinned_host`, also for results of `jax.jit` without `out_shardings`.
 
@@ -79,8 +80,8 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> PyTree:
-        around = "expected it outside of everything else"
-        shares.refuse(_NAME, around, reason="of a part of the state")
+        around = "expected it around all of `tx`"
+        shares.refuse(_NAME, around, reason="inside another transformation")
         host_memory.check(_NAME)
         return host_memory.to_host(tx.init(params))
 

@@ -1,6 +1,7 @@
 """State in host memory: of a stack, one layer at a time is on the device."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jgrad
@@ -77,14 +78,20 @@ def test_the_state_of_other_leaves_is_fetched_behind_their_gradients():
     assert fetched.count("optimization_barrier") == 4  # moments of the first and the last matrix
 
 
-def test_codes_of_8_bits_are_refused():
+def test_states_that_are_refused():
+    """Of moments in 8 bits, but not of other integers; and in host memory without an `offload`."""
     params, tx = models.params(width=32, hidden=256), jgrad.offload(adam(moment_dtype="8bit"))
-    message = (
-        "step_in_backward: `tx`: an `offload` with a state of int8 at .mw['layers']['down'].codes, "
-        "expected moments in float32 or bfloat16."
-    )
+    came = "an `offload` with 8-bit moments at .mw['layers']['down']"
+    message = f"step_in_backward: `tx`: {came}, expected them in float32 or bfloat16."
     step = jgrad.step_in_backward(tx, models.loss)
     assert_error(ValueError, message, lambda: step(params, tx.init(params), models.batch()))
+    tx = jgrad.offload(jgrad.average_params(adam(), 0.9))
+    params = models.params() | {"ids": jnp.arange(3, dtype=jnp.int8)}
+    jax.eval_shape(jgrad.step_in_backward(tx, models.loss), params, tx.init(params), models.batch())
+    step = jgrad.step_in_backward(adam(), models.loss)
+    message = "step_in_backward: `state`: in host memory at .step, expected `offload(tx)` or device memory."
+    state = jgrad.offload(adam()).init(models.params())
+    assert_error(ValueError, message, lambda: step(models.params(), state, models.batch()))
 
 
 def test_an_offload_that_jax_rebuilt():
