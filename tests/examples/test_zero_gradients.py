@@ -22,9 +22,7 @@ def test_the_rows():
 
 def test_the_counts():
     """Those of the text, and of the guide."""
-    text = re.search(
-        r"(\d+) of (\d+) optimizers return NaN where some .*?, (\d+) where", page(NOTE)
-    )
+    text = re.search(r"(\d+) of (\d+) optimizers return NaN if some .*?, (\d+) if", page(NOTE))
     own = [row for name, row in TABLE.items() if name.startswith("optax.")]
     nans = [sum(row[i] == "NaN" for row in own) for i in (1, 2)]
     assert [*map(int, text.groups())] == [nans[0], len(own), nans[1]]
