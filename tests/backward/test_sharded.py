@@ -64,11 +64,13 @@ def assert_replicas_agree(tree):
 @pytest.mark.slow(always=QUICK)
 @of_cases
 def test_as_on_one_device(x64, way, where, name):
+    if name == "offload" and jax.__version_info__ < (0, 10):
+        pytest.skip("The CPU of JAX 0.8 moves nothing to its host's memory.")
     found, expected = on_devices.ran(way, where, name), on_devices.on_one_device(name)
     if way != "pmap":  # which checks it where it joins the parts
         assert_replicas_agree((found.params, found.state))
         assert_as_on_one_device(found.state, expected.state, METHODS[name].dtype)
-        if name == "offload" and jax.__version_info__ >= (0, 10):  # before, a CPU moves nothing
+        if name == "offload":
             assert {x.sharding.memory_kind for x in jax.tree.leaves(found.state)} == {"pinned_host"}
     assert_as_on_one_device(found.params, expected.params, METHODS[name].dtype)
 
