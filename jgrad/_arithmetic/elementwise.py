@@ -101,7 +101,8 @@ def _traced(
 ) -> tuple[Any, tuple[Any, ...]]:
     """The program of a function of leaves and numbers, and the types of its results."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
-    return jax.make_jaxpr(function, return_shape=True)(*[leaf] * leaves, *[number] * numbers)
+    traced = jax.make_jaxpr(function, return_shape=True)
+    return traced(*[leaf] * leaves, *[number] * numbers)
 
 
 def shown(x: Any) -> str:

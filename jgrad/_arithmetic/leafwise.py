@@ -43,7 +43,8 @@ _TOGETHER = 16
 
 def jit_static_kwargs(f: Callable[P, R]) -> Callable[P, R]:
     """`jax.jit` with keyword-only arguments static."""
-    static = [p.name for p in inspect.signature(f).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    parameters = inspect.signature(f).parameters.values()
+    static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     return cast(Callable[P, R], functools.wraps(f)(jax.jit(f, static_argnames=static)))
 
 
@@ -175,7 +176,8 @@ def zip_leaves(*args: PerLeaf) -> list[tuple[Any, ...]]:
 
 def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
     """The call of `rule` on each leaf's entries."""
-    return [None if type(None) in map(type, row) else (rule, row) for row in zip_leaves(*args)]
+    rows = zip_leaves(*args)
+    return [None if type(None) in map(type, row) else (rule, row) for row in rows]
 
 
 def apply(rule: Function, *args: PerLeaf) -> list[Any]:

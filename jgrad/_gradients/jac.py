@@ -131,7 +131,8 @@ def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]
         _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
         return out, value
 
-    columns, value = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))(_basis(inputs))
+    along = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))
+    columns, value = along(_basis(inputs))
     return value, _blocks_of_columns(columns, inputs)
 
 

@@ -170,7 +170,8 @@ def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLea
     if not outputs or len(outputs) < len(axes) or not set(outputs) < set(layers.within):
         shown = axes[0] if len(axes) == 1 else axes
         expected = f"some of the axes {layers.within} of {_described(layers)}"
-        output_axes.fail(i, ValueError, f"{shown}, expected {expected}, and another left as input")
+        problem = f"{shown}, expected {expected}, and another left as input"
+        output_axes.fail(i, ValueError, problem)
     return MatrixAxes(shape, layers.stacked, outputs)
 
 

@@ -38,7 +38,8 @@ def number(
     if checks.is_number(tree):
         in_range(ArgLeaves.from_tree(function, name, tree), 0.0, high, above_low=positive)
         return strong_scalar(tree)
-    return trees.map_leaves(strong_scalar, _checked(function, name, tree, high, positive=positive))
+    checked = _checked(function, name, tree, high, positive=positive)
+    return trees.map_leaves(strong_scalar, checked)
 
 
 def betas(function: str, name: str, tree: PyTree) -> BetaForms:

@@ -239,7 +239,8 @@ def decay_of_leaves(
     if rules.is_zero(option):
         return [0.0] * len(use)
     inputs.require_params(f"`{name}`")
-    decays, structure = trees.flatten(numbers.scalars(inputs.function, name, option, _limit(rule)))
+    read = numbers.scalars(inputs.function, name, option, _limit(rule))
+    decays, structure = trees.flatten(read)
     with_raw = zip(decays, trees.flatten(option)[0], strict=True)
     decays = [0.0 if rules.is_zero(raw) else x for x, raw in with_raw]
     entries = inputs.option(name, structure.unflatten(decays)).leaves

@@ -280,7 +280,8 @@ class MomentOptions(NamedTuple):
         """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
         if inputs.specs[i].is_buffer:
             return False
-        return not _full_precision(inputs, self.full_precision)[inputs.specs[i].positions[0]]
+        full = _full_precision(inputs, self.full_precision)
+        return not full[inputs.specs[i].positions[0]]
 
     def _in_8_bits(self, params: Parameters, shapes: PyTree) -> list[bool]:
         """Whether each array of these shapes is stored in 8 bits."""

@@ -173,7 +173,8 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
             if not axis_exists(name):
                 remedy = "is for `shard_map` and `pmap`; under `jit` norms are of whole leaves"
                 i = mesh_axes.leaves.index(axes)
-                mesh_axes.fail(i, ValueError, f"no axis {name!r} here; `{mesh_axes.name}` {remedy}")
+                problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
+                mesh_axes.fail(i, ValueError, problem)
     return tuple(sorted(existing))
 
 

@@ -111,7 +111,8 @@ def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Funct
     def of_stack(scale: jax.Array, *columns: Any) -> jax.Array:
         together = [x if same else _stack(x) for x, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        sums = jax.vmap(_of_array(f, layers, True), in_axes=(0, *axes))(scale, *together)
+        of_one = _of_array(f, layers, True)
+        sums = jax.vmap(of_one, in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)
 
     return of_stack
@@ -442,7 +443,8 @@ def _any_unusual(batches: Sequence[_Batch]) -> jax.Array:
     """Whether some sum is not a normal number."""
     together: dict[int, list[_Batch]] = {}  # all whole sums, and each other on its own
     for i, batch in enumerate(batches):
-        together.setdefault(i if _may_be_sharded(batch.layers[0]) else -1, []).append(batch)
+        key = i if _may_be_sharded(batch.layers[0]) else -1
+        together.setdefault(key, []).append(batch)
     flags = []
     for members in together.values():
         total = concatenate([batch.total for batch in members])

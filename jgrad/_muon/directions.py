@@ -66,7 +66,8 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     is_taken: PerArray[Array] | None = None
     if muon.fraction is None:
         if (decay := step.numbers.get("error_decay")) is not None:
-            refuse_without_effect(inputs.function, "error_decay", decay, None, "without `fraction`")
+            without = "without `fraction`"
+            refuse_without_effect(inputs.function, "error_decay", decay, None, without)
         momentum = _look_ahead if muon.nesterov else average_of_leaf
         m, mw_of_matrices = momentum(g, step.mw, n.momentum)
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)

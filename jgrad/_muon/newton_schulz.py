@@ -203,7 +203,8 @@ def _iterated(
         return a * x + product(b * square + c * product(square, square), x), None
 
     product = functools.partial(_product, dtype=compute_dtype)
-    return jax.lax.scan(step, x, jnp.asarray(np.array(coefficients.triples), x.dtype))[0]
+    triples = jnp.asarray(np.array(coefficients.triples), x.dtype)
+    return jax.lax.scan(step, x, triples)[0]
 
 
 def _iterated_by_gram(

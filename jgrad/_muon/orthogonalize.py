@@ -343,7 +343,8 @@ def _exchanged(
     new: dict[int, jax.Array] = {}
     for members in groups.values():
         alike = [arrays[i] for i in members], [known[i] for i in members]
-        new |= zip(members, all_to_all.orthogonalized(steps, *alike, dealing), strict=True)
+        orthogonal = all_to_all.orthogonalized(steps, *alike, dealing)
+        new |= zip(members, orthogonal, strict=True)
     return new
 
 

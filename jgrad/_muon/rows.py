@@ -102,7 +102,8 @@ class Rows:
         """Of numbers per row those of this device."""
         for axis, names in self.sharded(self.sides[0]):
             length = self.axes.shape[axis]
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(names) * length, length, axis)
+            first = jax.lax.axis_index(names) * length
+            x = jax.lax.dynamic_slice_in_dim(x, first, length, axis)
         return x
 
     def view(self, *, per_row: bool = False) -> View:

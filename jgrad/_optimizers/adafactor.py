@@ -151,7 +151,8 @@ def _by_bounded_elements(g: jax.Array, v: jax.Array, least: jax.Array) -> jax.Ar
 @on_leaf(arrays=1)
 def _clip(norm: jax.Array, inverse: jax.Array, threshold: jax.Array) -> jax.Array:
     """1 / max(1, RMS(u) / threshold); `inverse` is 1 / sqrt(elements of a layer)"""
-    return threshold / jnp.maximum(threshold, norm * inverse)
+    rms = norm * inverse
+    return threshold / jnp.maximum(threshold, rms)
 
 
 @on_leaf(arrays=1)

@@ -59,7 +59,8 @@ def _decayed_delta(
     rule: DecayRule,
 ) -> jax.Array:
     """u = Adam's delta + lambda w, as one function of what it reads; m has the signs of delta"""
-    return rules.decayed(adam.delta(mw, vw, alpha, epsilon), w, decay, like=mw, rule=rule)
+    delta = adam.delta(mw, vw, alpha, epsilon)
+    return rules.decayed(delta, w, decay, like=mw, rule=rule)
 
 
 # ---- the method, on lists of leaves ------------------------------------------------------------

@@ -174,7 +174,8 @@ _AT_A_TIME = 64
 def split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The vector in pieces of these sizes, which add up to its own."""
     if _is_eager(x) and len(sizes) > _MANY > 2 * len(set(sizes)):
-        ranges = zip(sizes, itertools.accumulate(sizes, initial=0), strict=False)
+        starts = itertools.accumulate(sizes, initial=0)
+        ranges = zip(sizes, starts, strict=False)
         return [_piece(x, np.int32(start), size=size) for size, start in ranges]
     return _in_one_program(x, sizes)
 

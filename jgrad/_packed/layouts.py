@@ -138,7 +138,8 @@ class Shard(NamedTuple):
 
     def mean(self, x: jax.Array) -> jax.Array:
         """This device's rows of the mean over devices."""
-        return jax.lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True) / self.devices
+        total = jax.lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True)
+        return total / self.devices
 
     def gather(self, x: jax.Array) -> jax.Array:
         """All rows on each device."""

@@ -19,7 +19,8 @@ def rounded(x: jax.Array, random: jax.Array) -> jax.Array:
     The mean is x. Numbers of bfloat16, infinities and NaN stay as they are, and no finite number
     becomes infinite.
     """
-    bits = bits_of(x) + jnp.where(jnp.abs(x) < LARGEST, random >> _DROPPED, jnp.uint32(0))
+    added = jnp.where(jnp.abs(x) < LARGEST, random >> _DROPPED, jnp.uint32(0))
+    bits = bits_of(x) + added
     return of_bits(jnp.where(jnp.isnan(x), bits | _QUIET, bits))
 
 

@@ -58,7 +58,8 @@ def decoded(blocks: Blocks) -> jax.Array:
     is_piece = scale.ndim == codes.ndim and scale.shape[-1] == 1  # or a buffer
 
     def decode(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        return codec.decode(codes, scale if is_piece else source.per_element(scale))
+        scales = scale if is_piece else source.per_element(scale)
+        return codec.decode(codes, scales)
 
     if not is_sharded(codes):
         return decode(codes, scale)
@@ -81,7 +82,8 @@ def recoded(x: jax.Array | Blocks, target: Geometry, codec: Codec) -> Blocks:
     if isinstance(x, Blocks) and geometry(x) == target and codec_of(x) == codec:
         return x
     if 0 in target.shape:
-        return Blocks(jnp.zeros(target.shape, codec.dtype), jnp.zeros(target.scales, jnp.float32))
+        scale = jnp.zeros(target.scales, jnp.float32)
+        return Blocks(jnp.zeros(target.shape, codec.dtype), scale)
     return encoded(lambda value: value, [decoded(x) if isinstance(x, Blocks) else x], target, codec)
 
 
@@ -149,7 +151,8 @@ def with_scale(
         random = random_bits(
             *rounding, rounding.keys.element_numbers(target.shape, first_axes=target.stacked)
         )
-    return Blocks(codec.encode(value, target.per_element(coding.inverse(scale)), random), scale)
+    inverse = target.per_element(coding.inverse(scale))
+    return Blocks(codec.encode(value, inverse, random), scale)
 
 
 def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Any) -> Blocks:

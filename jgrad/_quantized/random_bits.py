@@ -43,7 +43,8 @@ class Part:
 
     def strides(self, shape: Sequence[int], first_axes: Sequence[int] = ()) -> list[int]:
         """The distance of two neighbours in the leaf, along each axis of a part of this shape."""
-        return _strides(tuple(map(operator.mul, shape, self.counts)), first_axes)
+        whole = tuple(map(operator.mul, shape, self.counts))
+        return _strides(whole, first_axes)
 
     def first(self, shape: Sequence[int], first_axes: Sequence[int] = ()) -> jax.Array:
         """The number of the first element of a part of this shape."""

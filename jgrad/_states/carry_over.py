@@ -113,7 +113,8 @@ def carry_over(
     before = state_leaves.renamed(before, after, rename or {})
     chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
-    made, account = Matcher(before, after, chosen, momentum, has_params=params is not None).match()
+    has_params = params is not None
+    made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
     if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     expected, structure = trees.flatten(like)

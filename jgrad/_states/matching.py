@@ -111,7 +111,8 @@ Account.__module__ = "jgrad"
 
 def lost_or_new(account: Account) -> str:
     """The lines of what was dropped or is new; what was asked for by `reset` is neither."""
-    return "\n".join(line for line in _lines(account._entries) if line.startswith(_LOST_OR_NEW))
+    lines = _lines(account._entries)
+    return "\n".join(line for line in lines if line.startswith(_LOST_OR_NEW))
 
 
 def _lines(entries: Sequence[Entry]) -> list[str]:

@@ -217,7 +217,8 @@ def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
             break
         names.append(x)
     kind = followed.sharding.memory_kind
-    return _Sharded(shape, NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind))
+    sharding = NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind)
+    return _Sharded(shape, sharding)
 
 
 def _names(x: _Axes) -> tuple[str, ...]:
@@ -247,7 +248,8 @@ def _sharded_further(
         if size % devices == 0:
             names: list[_Axes] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
             names[i] = (*_names(names[i]), *axes)
-            return NamedSharding(sharding.mesh, _spec(names), memory_kind=sharding.memory_kind)
+            kind = sharding.memory_kind
+            return NamedSharding(sharding.mesh, _spec(names), memory_kind=kind)
     return sharding
 
 

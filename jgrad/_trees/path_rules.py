@@ -53,7 +53,8 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 @functools.cache
 def _expression(pattern: str) -> re.Pattern[str]:
     """What matches paths with a slash behind each key."""
-    return re.compile("".join(map(_of_key, pattern.split("/"))), re.DOTALL)
+    keys = pattern.split("/")
+    return re.compile("".join(map(_of_key, keys)), re.DOTALL)
 
 
 def _of_key(key: str) -> str:

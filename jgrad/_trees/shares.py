@@ -94,7 +94,8 @@ class Share:
                 "branch, expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in "
                 "`watch`."
             )
-        key = (function, sum(name == function for name, _ in self.parts))
+        index = sum(name == function for name, _ in self.parts)
+        key = (function, index)
         self.parts[key] = combine, part
         if key in self._known:
             return self._known[key]

@@ -437,7 +437,8 @@ def _branches(
     if window.has_sum:
         divided = decisions.branch(close, window.means, window.widened)
     # What a branch reads varies like the choice between both, which `vmap` makes elementwise.
-    params, extra_args = shardings.varying_over((params, extra_args), shardings.varying_axes(close))
+    names = shardings.varying_axes(close)
+    params, extra_args = shardings.varying_over((params, extra_args), names)
     is_unrounded = inside.states_with(state, inside.UNROUNDED)
 
     def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:

@@ -118,7 +118,8 @@ def clip_by_global_norm(
         around = told()
         commit = around.commit
         inputs, inexact = _inexact(name, "updates", updates)
-        norm = norms.global_norm(list(map(narrow, inexact)), _layers(inputs, mesh_axes, params))
+        layers = _layers(inputs, mesh_axes, params)
+        norm = norms.global_norm(list(map(narrow, inexact)), layers)
         norm = shares.of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":

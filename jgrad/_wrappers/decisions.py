@@ -72,7 +72,8 @@ def _none_of(stacks: list[jax.Array]) -> jax.Array:
     # By a sort, which puts NaN last. XLA would fuse a chain of `and`s over all leaves into each
     # kernel that reads the result, for every leaf: compile time would be quadratic in the leaves.
     # A sort is not fused, and unlike a loop or a branch it does not make an accelerator wait.
-    return jnp.sort(stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks))[-1] == 0
+    faults = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
+    return jnp.sort(faults)[-1] == 0
 
 
 @jit_static_kwargs

@@ -97,7 +97,8 @@ def steps_on_sphere(
     # float32. And they vary alike, because one condition serves all of them: see `layer_norms`.
     groups: dict[tuple[np.dtype, tuple[str, ...]], list[int]] = {}
     for i in chosen:
-        groups.setdefault((numerics.real_dtype(w[i], u[i]), layers[i].varying), []).append(i)
+        key = numerics.real_dtype(w[i], u[i]), layers[i].varying
+        groups.setdefault(key, []).append(i)
     for members in groups.values():
         columns: list[Any] = [[x[i] for i in members] for x in (w, u, radii, rates, layers)]
         for i, step in zip(members, _steps_alike(*columns), strict=True):
@@ -501,7 +502,8 @@ def _measured(
         for j, norm in zip(spec.positions, spec.per_leaf(of_array, axes[i]), strict=True):
             if chosen[j]:
                 # A batch of norms has the widest dtype among them.
-                radii[j] = norm.reshape(_shape(matrices[j])).astype(numerics.real_dtype(shapes[j]))
+                real = numerics.real_dtype(shapes[j])
+                radii[j] = norm.reshape(_shape(matrices[j])).astype(real)
     return radii
 
 

@@ -110,7 +110,8 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
             own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
             return own.followed_by(inputs.finishing(i), after)
 
-        then = Then(trees.flatten(master)[0], rest, inputs.places_of(None), inputs.then)
+        weights = trees.flatten(master)[0]
+        then = Then(weights, rest, inputs.places_of(None), inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True, then=then)
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]

@@ -102,7 +102,8 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
         state = _with_structure(state, layout.structure)
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
-            steps, new = inputs.hand_over(tx, packing.fill(layout, g), state, w, stay_finite=True)
+            packed = packing.fill(layout, g)
+            steps, new = inputs.hand_over(tx, packed, state, w, stay_finite=True)
             steps = inputs.moved(packing.unpack(steps), of=steps)
         else:
             g, w = (layout.structure.unflatten(x) for x in (g, leaves))

@@ -178,7 +178,8 @@ def _rate(
     if of_call is None:
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
-    rates = options.rate_of_leaves(inputs, "learning_rate", of_call, Step.of_count(state.done))
+    step = Step.of_count(state.done)
+    rates = options.rate_of_leaves(inputs, "learning_rate", of_call, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 

@@ -118,7 +118,8 @@ def skip_nonfinite(
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
     """
-    tx = inside.transformation(_NAME, tx, name_in_order=_NAME if loss_scale is None else LOSS_SCALE)
+    name = _NAME if loss_scale is None else LOSS_SCALE
+    tx = inside.transformation(_NAME, tx, name_in_order=name)
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)
     checks.boolean(_NAME, "branch", branch)
@@ -127,7 +128,8 @@ def skip_nonfinite(
 
     def init(params: PyTree) -> SkipState:
         scale = 1.0 if loss_scale is None else numbers.scalar(_NAME, "loss_scale", loss_scale)
-        scale = counter(params, 1).astype(jnp.float32) * jnp.asarray(scale, jnp.float32)
+        one = counter(params, 1).astype(jnp.float32)
+        scale = one * jnp.asarray(scale, jnp.float32)
         state = SkipState(counter(params), tx.init(params), counter(params), scale)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 

@@ -128,7 +128,8 @@ def skip_spikes(
     def init(params: PyTree) -> SpikeState:
         zero = counter(params)
         losses = jnp.zeros(window, jnp.float32) + zero.astype(jnp.float32)
-        state = SpikeState(zero, tx.init(params), losses, *(counter(params) for _ in range(3)))
+        counters = (counter(params) for _ in range(3))
+        state = SpikeState(zero, tx.init(params), losses, *counters)
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(

@@ -145,7 +145,8 @@ def stochastic_rounding(
                 return after
             return Rest(_rounded_alone, arrays(i), (None,)).followed_by(inputs.finishing(i), after)
 
-        then = Then(trees.flatten(wide_params)[0], rest, places, inputs.then)
+        weights = trees.flatten(wide_params)[0]
+        then = Then(weights, rest, places, inputs.then)
         steps, inner = inputs.hand_over(
             tx, wide, state.inner, wide_params, stay_finite=True, then=then
         )
@@ -159,7 +160,8 @@ def stochastic_rounding(
             elif is_here:
                 u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
                 calls[i] = _rounded_update, (u, *arrays(i))
-        new = [u if r is None else r for u, r in zip(new, leafwise.run(calls), strict=True)]
+        rounded = leafwise.run(calls)
+        new = [u if r is None else r for u, r in zip(new, rounded, strict=True)]
         return inputs.directions(new), StochasticState(step, inner)
 
     return pair(init, update, _NAME, StochasticState)

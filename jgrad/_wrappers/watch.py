@@ -90,7 +90,8 @@ def norms_per_array(
     measured.sort(key=lambda i: layers[i].sort_key)
     axes = [layers[i] for i in measured]
     (batches,) = norms.layer_norms(axes, [(leafwise.identity, (arrays[i],)) for i in measured])
-    return batches, dict(zip(measured, norms.split(axes, batches, as_elements=False), strict=True))
+    vectors = norms.split(axes, batches, as_elements=False)
+    return batches, dict(zip(measured, vectors, strict=True))
 
 
 def _ratios(numbers: Measured) -> Measured:
