@@ -136,12 +136,14 @@ def check_memory(state: PyTree, *, on_host: bool) -> None:
 
     XLA would copy a whole stack of those for each layer, since a device tiles them otherwise.
     """
-    where = None if on_host else host_memory.place_on_host(state)
-    if where is not None:
-        came = f"in host memory{checks.at(where)}"
-        raise ValueError(f"{_NAME}: `state`: {came}, expected `offload(tx)` or device memory.")
+    if not on_host:
+        where = host_memory.place_on_host(state)
+        if where is not None:
+            expected = "expected `offload` around all of `tx`, or device memory"
+            raise ValueError(f"{_NAME}: `state`{checks.at(where)}: in host memory, {expected}.")
+        return
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
-        if on_host and _is_blocks(x):
+        if _is_blocks(x):
             came = f"an `offload` with 8-bit moments{checks.at(jax.tree_util.keystr(path))}"
             raise ValueError(f"{_NAME}: `tx`: {came}, expected them in float32 or bfloat16.")
 

@@ -312,12 +312,12 @@ class Model:
         self, portion: Portion, gradients: list[jax.Array | None]
     ) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients of leaves in no stack, and the arrays of their state."""
-        model = self
-        if self.on_host:  # else XLA fetches them before the layers, and keeps them till the end
-            state = {i: self.state[i] for i, _ in portion.cuts}
-            gradients, state = shardings.barrier((gradients, state))
-            model = dataclasses.replace(self, state=_replaced(self.state, state))
-        return gradients, model.state_of(portion, None)
+        if not self.on_host:
+            return gradients, self.state_of(portion, None)
+        state = [self.state[i] for i, _ in portion.cuts]
+        # Else XLA fetches them before the layers, and keeps them till the end.
+        gradients, state = shardings.barrier((gradients, state))
+        return gradients, host_memory.to_device(state)
 
     def kept(self, new: Owned) -> Owned:
         """What an update has made, with arrays of the state where they are kept."""

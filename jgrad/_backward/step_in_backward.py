@@ -156,8 +156,8 @@ def step_in_backward(
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
       (2023), section 3, which fuses gradient and update, and also has a second pass for the norm.
     """
-    offloaded = getattr(getattr(tx, "update", None), inside.OFFLOADED, None)
-    on_host, inner = offloaded is not None, offloaded or tx
+    inner = inside.offloaded(tx)
+    on_host, inner = inner is not None, inner or tx
     tx, inner = (inside.transformation(_NAME, x, may_be_offloaded=True) for x in (tx, inner))
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")

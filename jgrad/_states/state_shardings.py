@@ -75,6 +75,7 @@ def state_shardings(
     Source: for `shard_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
       Trillion Parameter Models" (2020), section 5.1.
     """
+    is_offloaded = inside.offloaded(tx) is not None
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
     axes = () if shard_over is None else checks.axis_names(_NAME, "shard_over", shard_over)
@@ -94,7 +95,7 @@ def state_shardings(
     followed = _Shardings(nodes, sharded, replicated, axes)
     shardings = followed.of_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
-    if isinstance(tx, inside.Offloaded):
+    if is_offloaded:
         host_memory.check(_NAME)
         return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
     return shardings

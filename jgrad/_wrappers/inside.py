@@ -25,8 +25,7 @@ from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
 
-# What is inside an `offload`. Its `update` has it, because JAX rebuilds tuples without attributes.
-OFFLOADED = "__jgrad_offloaded__"
+_OFFLOADED = "__jgrad_offloaded__"
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
 
 _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
@@ -126,8 +125,17 @@ def check_others(state: PyTree) -> None:
 # ---- what is inside ----------------------------------------------------------------------------
 
 
-class Offloaded(Transformation):
-    """What `offload` returns. Other wrappers refuse it: they compute with the state inside."""
+def set_offloaded(tx: Transformation, *, inner: optax.GradientTransformation) -> None:
+    """Says that `tx` is an `offload`, and of what.
+
+    Its `update` knows it, because JAX rebuilds tuples without attributes of their own.
+    """
+    setattr(tx.update, _OFFLOADED, inner)
+
+
+def offloaded(tx: Any) -> optax.GradientTransformation | None:
+    """What is inside an `offload`; None for any other transformation."""
+    return getattr(getattr(tx, "update", None), _OFFLOADED, None)
 
 
 def transformation(
@@ -146,11 +154,12 @@ def transformation(
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
+    is_offloaded = offloaded(tx) is not None
     tx = _in_shares(function, optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx
     remedy = f"expected it outside everything: `offload({function}(...))`"
-    if isinstance(tx, Offloaded):
+    if is_offloaded:
         raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
 
     def init(params: PyTree) -> PyTree:

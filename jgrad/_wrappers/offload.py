@@ -92,6 +92,6 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
         return steps, host_memory.to_host(new)
 
-    made = inside.Offloaded(*pair(init, update, _NAME))
-    setattr(made.update, inside.OFFLOADED, tx)
+    made = pair(init, update, _NAME)
+    inside.set_offloaded(made, inner=tx)
     return made

@@ -89,7 +89,8 @@ def test_states_that_are_refused():
     params = models.params() | {"ids": jnp.arange(3, dtype=jnp.int8)}
     jax.eval_shape(jgrad.step_in_backward(tx, models.loss), params, tx.init(params), models.batch())
     step = jgrad.step_in_backward(adam(), models.loss)
-    message = "step_in_backward: `state`: in host memory at .step, expected `offload(tx)` or device memory."
+    expected = "expected `offload` around all of `tx`, or device memory"
+    message = f"step_in_backward: `state` at .step: in host memory, {expected}."
     state = jgrad.offload(adam()).init(models.params())
     assert_error(ValueError, message, lambda: step(models.params(), state, models.batch()))
 
