@@ -1,5 +1,6 @@
 """Figures as bars: an image in SVG, whose text has the color of the page that it stands on."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 WIDTH = 480  # a phone shows letters at three quarters of their size
@@ -22,7 +23,7 @@ def svg(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]])
         f'<text x="0" y="16" font-weight="bold">{title}</text>',
         *(f'<text x="{i * each:g}" y="44">{column}</text>' for i, column in enumerate(columns)),
     ]
-    for y, (name, figures) in zip(range(76, 1000, 52), rows.items(), strict=False):
+    for y, (name, figures) in zip(itertools.count(76, 52), rows.items(), strict=False):
         parts.append(f'<text x="0" y="{y}">{name}</text>')
         color = COLORS[name.partition(",")[0]]
         for i, x in enumerate(figures):

@@ -78,8 +78,8 @@ def peak(target: str, case: Case, form: str) -> float:
     """Bytes per parameter on the device: weights, state, a batch, and what lives beside them."""
     recipe, model = case.recipe, case.model(case.recipe.dtype)
     tokens = jax.ShapeDtypeStruct((case.sequences, LENGTH + 1), jnp.int32)  # inputs and targets
-    program = train_steps.compiled(TARGETS[target], recipe, form, model.loss, model.params, tokens)
-    counts = program.counts
+    args = model.loss, model.params, tokens
+    counts = train_steps.compiled(TARGETS[target], recipe, form, *args).counts
     size = sum(x.size for x in jax.tree.leaves(model.params))
     return (counts.arguments + counts.temporaries) / size
 
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> None:
             row = f"{key} {name}"
             if flags.FLAGS.only not in row:
                 continue
-            if case.recipe.on_host and TARGETS[key].platform != "tpu":
+            if case.recipe.on_host and not TARGETS[key].has_host:
                 continue
             forms = FORMS[:1] if case.recipe.of_optax else FORMS
             found[row] = [round(peak(key, case, form), 3) for form in forms]

@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
             print(reason)
             continue
         for recipe, row in ROWS.items():
-            if row.recipe.on_host and TARGETS[target].platform != "tpu":
+            if row.recipe.on_host and not TARGETS[target].has_host:
                 continue
             if flags.FLAGS.only in f"{target} {recipe}":
                 found[target, recipe] = largest(target, recipe)

@@ -53,6 +53,11 @@ class Target(NamedTuple):
         """Of the compiler. Without a GPU there is nothing to time kernels on."""
         return {"xla_gpu_autotune_level": 0} if self.platform == "cuda" else {}
 
+    @property
+    def has_host(self) -> bool:
+        """Whether there is memory of a host: a GPU that is described by a file has none."""
+        return self.platform == "tpu"
+
 
 def _tpu(name: str, topology: str, memory: float) -> Target:
     return Target(f"TPU {name}", "tpu", "libtpu", topology, memory)

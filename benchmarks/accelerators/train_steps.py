@@ -82,7 +82,6 @@ RECIPES = {
     "Muon": Recipe(_muon),
     "bf16: stochastic(Muon)": Recipe(lambda: jgrad.stochastic_rounding(_muon()), _BF16),
 }
-# For TPUs alone, since a GPU that is described by a file has no host.
 ON_HOST = Recipe(lambda: jgrad.stochastic_rounding(_adamw()), _BF16, on_host=True)
 
 

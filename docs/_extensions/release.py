@@ -83,7 +83,7 @@ def upgrade() -> str:
     """A page with the newest table of the changelog that says what users have to change."""
     file = ROOT / "CHANGELOG.md"
     table = r", from ([\d.]+) to ([\d.]+):\n\n((?:\|.*\n)+)"
-    old, new, rows = re.search(table, file.read_text()).groups()  # type: ignore[union-attr]
+    (old, new, rows), *_ = re.findall(table, file.read_text())
     return UPGRADE.format(old=old, new=new, table=repository.relink(file, rows))
 
 
