@@ -22,7 +22,6 @@ from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import KEYWORDS
-from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
@@ -94,11 +93,10 @@ def _unread(
     given = {name: keywords[name] for name in names}
 
     def update(given: dict[str, PyTree]) -> PyTree:
-        grads = jax.tree.map(
-            lambda w: numerics.zeros_like(w) if checks.is_inexact(w) else None, params
-        )
+        w, of_w = host_memory.to_device((params, state))
+        grads = jax.tree.map(lambda x: numerics.zeros_like(x) if checks.is_inexact(x) else None, w)
         extra = {"loss": jnp.zeros(()), **keywords, **given}
-        return tx.update(grads, state, params, **extra)
+        return tx.update(grads, of_w, w, **extra)
 
     if not given:
         return []
@@ -129,27 +127,6 @@ def check_function(function: Any) -> None:
     if not (function is None or callable(function)):
         came = checks.describe(function)
         raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
-
-
-def check_memory(state: PyTree, *, on_host: bool) -> None:
-    """A state where it is expected, and no codes of 8 bits in host memory.
-
-    XLA would copy a whole stack of those for each layer, since a device tiles them otherwise.
-    """
-    if not on_host:
-        where = host_memory.place_on_host(state)
-        if where is not None:
-            expected = "expected `offload` around all of `tx`, or device memory"
-            raise ValueError(f"{_NAME}: `state`{checks.at(where)}: in host memory, {expected}.")
-        return
-    for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
-        if _is_blocks(x):
-            came = f"an `offload` with 8-bit moments{checks.at(jax.tree_util.keystr(path))}"
-            raise ValueError(f"{_NAME}: `tx`: {came}, expected them in float32 or bfloat16.")
-
-
-def _is_blocks(x: PyTree) -> bool:
-    return isinstance(x, Blocks)
 
 
 def check_is_given(function: OfGradients | None) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise
 from jgrad._backward.scan_layers import leaves_of_call
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.forms import in_short
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import Stack
@@ -100,6 +100,8 @@ class TracedLoss:
     ) -> None:
         """Of arrays, which may be traced."""
         leaves, structure = _flat(params)
+        # A block sees its layer on the device, where the driver fetches it to.
+        leaves = list(map(host_memory.as_on_device, leaves))
         closed, result = jax.make_jaxpr(
             lambda leaves: loss(structure.unflatten(leaves), *args), return_shape=True
         )(leaves)

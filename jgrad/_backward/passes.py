@@ -27,6 +27,7 @@ from jgrad._backward.losses import (
     value_of,
 )
 from jgrad._backward.portions import Cut
+from jgrad._trees import host_memory
 
 
 class Flow(NamedTuple):
@@ -53,7 +54,8 @@ class SavedCall:
     def __init__(self, call: ScanCall, env: Environment, differentiable: set[Any]) -> None:
         """Runs the layers; `env` has the operands."""
         self._call, operands = call, [value_of(x, env) for x in call.operands]
-        self._others, carry, stacks, self._xs = call.parts(operands)
+        others, carry, stacks, self._xs = call.parts(operands)
+        self._others, carry = host_memory.to_device((others, carry))
         self._varied = [
             *(x in differentiable for x in call.others),
             *map(is_floating, call.carry),
@@ -71,6 +73,7 @@ class SavedCall:
         """A layer: the carry behind it, its ys, and what is stored of it."""
         i, x = given
         ones = [Cut(k, 1).out_of(w, i) for k, w in zip(self._call.axes, stacks, strict=True)]
+        ones, x = host_memory.to_device((ones, x))
         operands = [*self._others, *carry, *self._layer(ones), *x]
         fixed = _of(operands, self._varied, False)
 
@@ -99,7 +102,10 @@ class SavedCall:
         """Cotangents behind the last layer."""
         others, _, _, xs = self._call.parts(self._varied)
         zeros = [
-            [numerics.zeros_like(x) if use else None for x, use in zip(arrays, varied, strict=True)]
+            [
+                numerics.zeros_like(host_memory.to_device(x)) if use else None
+                for x, use in zip(arrays, varied, strict=True)
+            ]
             for arrays, varied in ((self._others, others), (self._xs, xs))
         ]
         return Flow(zeros[0], after, zeros[1])
@@ -121,7 +127,8 @@ class SavedCall:
 
         call, (structure, sources) = self._call, self._form
         carries = [None] * len(call.carry)
-        operands = [*self._others, *carries, *self._layer(ones), *map(at, self._xs)]
+        xs = host_memory.to_device(list(map(at, self._xs)))
+        operands = [*self._others, *carries, *self._layer(ones), *xs]
         arrays = [*operands, *map(at, self._stored)]
         pull = structure.unflatten([arrays[k] if isinstance(k, int) else k for k in sources])
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
@@ -192,11 +199,14 @@ class Forward:
         eqns = [line.equation for line in lines[start:end]]
         piece = program_of(loss.jaxpr, eqns, [*varied, *fixed], [*results, *others])
 
+        read_here = [self._env[x] for x in varied], [self._env[x] for x in fixed]
+        arguments, constants = host_memory.to_device(read_here)
+
         def run(arrays: Arrays) -> tuple[Arrays, Arrays]:
-            new = core.eval_jaxpr(piece, (), *arrays, *(self._env[x] for x in fixed))
+            new = core.eval_jaxpr(piece, (), *arrays, *constants)
             return new[: len(results)], new[len(results) :]
 
-        new, pull, rest = jax.vjp(run, [self._env[x] for x in varied], has_aux=True)
+        new, pull, rest = jax.vjp(run, arguments, has_aux=True)
         self._env |= dict(zip([*results, *others], [*new, *rest], strict=True))
         self._pieces.append(_Piece(pull, varied, results))
 

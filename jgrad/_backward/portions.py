@@ -274,19 +274,17 @@ class Model:
       leaves: of the parameters.
       state: the arrays of the state.
       structures: of both trees.
-      on_host: whether the state is in host memory, and only what an update reads on the device.
     """
 
     leaves: Sequence[jax.Array]
     state: Sequence[jax.Array]
     structures: tuple[Structure, Structure]
-    on_host: bool
 
     @classmethod
-    def of_trees(cls, params: PyTree, state: PyTree, *, on_host: bool) -> "Model":
+    def of_trees(cls, params: PyTree, state: PyTree) -> "Model":
         """Of parameters and a state."""
         both = jax.tree.flatten(params), jax.tree.flatten(state)
-        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]), on_host)
+        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]))
 
     def trees(self) -> tuple[PyTree, PyTree]:
         """Parameters and state."""
@@ -294,34 +292,38 @@ class Model:
         return of_params.unflatten(self.leaves), of_state.unflatten(self.state)
 
     def weights_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
-        """The leaves of a share, in one of its layers if it has some."""
+        """The leaves of a share, in one of its layers if it has some, on the device."""
         leaves = [self.leaves[i] for i in portion.positions]
-        if layer is None:
-            return leaves
-        return [cut.out_of(x, layer) for cut, x in zip(portion.weight_cuts, leaves, strict=True)]
+        if layer is not None:
+            cuts = zip(portion.weight_cuts, leaves, strict=True)
+            leaves = [cut.out_of(x, layer) for cut, x in cuts]
+        fetched: list[jax.Array] = host_memory.to_device(leaves)
+        return fetched
 
     def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
-        """The arrays of the state of a share, likewise, on the device."""
+        """The arrays of the state of a share, likewise."""
         arrays: list[jax.Array] = [
             self.state[i] if cut is None or layer is None else cut.out_of(self.state[i], layer)
             for i, cut in portion.cuts
         ]
-        return host_memory.to_device(arrays) if self.on_host else arrays
+        fetched: list[jax.Array] = host_memory.to_device(arrays)
+        return fetched
 
     def fetched(
         self, portion: Portion, gradients: list[jax.Array | None]
     ) -> tuple[list[jax.Array | None], list[jax.Array]]:
         """Gradients of leaves in no stack, and the arrays of their state."""
-        if not self.on_host:
-            return gradients, self.state_of(portion, None)
         state = [self.state[i] for i, _ in portion.cuts]
+        if host_memory.place_on_host(state) is None:
+            return gradients, state
         # Else XLA fetches them before the layers, and keeps them till the end.
         gradients, state = shardings.barrier((gradients, state))
         return gradients, host_memory.to_device(state)
 
-    def kept(self, new: Owned) -> Owned:
-        """What an update has made, with arrays of the state where they are kept."""
-        return new._replace(state=host_memory.to_host(new.state)) if self.on_host else new
+    def kept(self, portion: Portion, new: Owned) -> Owned:
+        """What an update of a share has made, each array where the old one lies."""
+        kept: Owned = host_memory.where_they_lay(new, self.owned(portion))
+        return kept
 
     def owned(self, portion: Portion) -> Owned:
         """What a share replaces."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 
@@ -116,7 +116,7 @@ def scan_layers(
         raise TypeError(f"{_NAME}: `remat`: {checks.describe(remat)}, expected {expected}.")
 
     def body(carry: PyTree, given: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        layer, x = given
+        layer, x = map(host_memory.to_device, given)
         result = block(layer, carry) if xs is None else block(layer, carry, x)
         if not has_ys:
             return result, None

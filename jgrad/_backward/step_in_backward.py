@@ -156,9 +156,7 @@ def step_in_backward(
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
       (2023), section 3, which fuses gradient and update, and also has a second pass for the norm.
     """
-    inner = inside.offloaded(tx)
-    on_host, inner = inner is not None, inner or tx
-    tx, inner = (inside.transformation(_NAME, x, may_be_offloaded=True) for x in (tx, inner))
+    tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     if not callable(loss):
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
@@ -169,11 +167,15 @@ def step_in_backward(
     def ordinary(
         traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
     ) -> Results:
+        old = params, state
+        params, state = host_memory.to_device(old)
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
             grads = calls.of_all_shares(gradients, grads, traced)
         extra = {"loss": result[0] if has_aux else result} | extra
-        return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
+        new = apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra)
+        params, state = host_memory.where_they_lay(new, old)
+        return params, state, result
 
     # Without `jit`, loops have no traces, by which arrays are told apart.
     @jax.disable_jit(False)
@@ -186,10 +188,7 @@ def step_in_backward(
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
         extra = {"loss": value} | extra
-        if on_host:
-            host_memory.check(_NAME)
-            state = host_memory.to_host(state)
-        whole, model = Whole(inner, params, state), Model.of_trees(params, state, on_host=on_host)
+        whole, model = Whole(tx, params, state), Model.of_trees(params, state)
         options = {"first_pass": first_pass, "elementwise": elementwise}
         step = _Step(whole, traced, model, places, extra, gradients, **options)
         known = step.measured(forward)
@@ -199,7 +198,6 @@ def step_in_backward(
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
         calls.check_is_given(gradients)
-        calls.check_memory(state, on_host=on_host)
         with jax.disable_jit(False):
             traced = TracedLoss(loss, params, args, has_aux=has_aux)
         inputs = traced, params, state, args, extra_args
@@ -345,7 +343,7 @@ class _Step:
             gradients, flow = shardings.barrier((given.gradients, flow))
             made = update(given._replace(gradients=gradients), known)
             said = _both(update, said, _without(made.parts, known))
-            new, flow = shardings.barrier((model.kept(update.owned(made)), flow))
+            new, flow = shardings.barrier((model.kept(update.portion, update.owned(made)), flow))
             model = model.replaced(update.portion, new)
             return flow
 
@@ -365,7 +363,7 @@ class _Step:
 
         given = self._backward(forward, of_leaves, of_stack)
         new = self._rest.owned(self._rest(given, known, said))
-        return model.replaced(self._rest.portion, model.kept(new)).trees()
+        return model.replaced(self._rest.portion, model.kept(self._rest.portion, new)).trees()
 
     def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Start:
         """Goes backwards over all shares; returns what the update of the rest is given.
@@ -396,7 +394,9 @@ class _Step:
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""
         w = self._model.leaves[i]
-        return numerics.zeros_like(w) if gradient is None and checks.is_inexact(w) else gradient
+        if gradient is not None or not checks.is_inexact(w):
+            return gradient
+        return numerics.zeros_like(host_memory.to_device(w))
 
     def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
         """What the update of leaves in no stack starts from."""
@@ -445,7 +445,7 @@ class _Step:
             given = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, given)
             if owned is not None:
-                owned = with_layer(portion, owned, self._model.kept(new), layer)
+                owned = with_layer(portion, owned, self._model.kept(portion, new), layer)
             return owned, _both(update, numbers, parts), flow
 
         results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))

@@ -1,7 +1,10 @@
-"""Host memory: whether the backend has it, which arrays are there, and moving them."""
+"""Host memory: which arrays lie there, which belong there, and moving them.
+
+Where an array lies is in its type, also under `jit`, so no flag says it.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,6 +13,12 @@ import numpy as np
 from jgrad._trees.protocols import PyTree
 
 KIND = "pinned_host"
+
+# Below that, starting a copy takes as long as the copy: 256 KB in 10 us.
+_SMALLEST = 2**16
+# XLA for TPUs cannot slice one row of an array in half precision from the host, and scalars may be
+# donated to results on the device. Stacked vectors have as many rows as a model has layers.
+_ROWS = 256
 
 
 @functools.cache
@@ -23,31 +32,69 @@ def check(function: str) -> None:
         raise RuntimeError(f"{function}: {backend}: {came}, expected {KIND!r} among them.")
 
 
+def is_on_host(x: Any) -> bool:
+    """Whether an array lies in host memory."""
+    space = jax.typeof(x).memory_space if isinstance(x, jax.Array) else None
+    return bool(space == jax.memory.Space.Host)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def is_large(x: Any) -> bool:
+    """Whether an array is worth a copy, and can be sliced in host memory: see above."""
+    if not _is_array(x):
+        return False
+    sides = [n for n in x.shape if n > 1]
+    return x.size >= _SMALLEST and (len(sides) == 1 or x.size // sides[-1] >= _ROWS)
+
+
 def to_host(tree: PyTree) -> PyTree:
     """The tree with its arrays in host memory, sharded as they are."""
-    return _moved(tree, jax.memory.Space.Host)
+    return _moved(tree, jax.memory.Space.Host, map(_is_array, jax.tree.leaves(tree)))
 
 
 def to_device(tree: PyTree) -> PyTree:
     """The tree with its arrays in the memory of their devices."""
-    return _moved(tree, jax.memory.Space.Device)
+    return _moved(tree, jax.memory.Space.Device, map(is_on_host, jax.tree.leaves(tree)))
 
 
-def _moved(tree: PyTree, space: Any) -> PyTree:
-    def is_array(x: object) -> bool:
-        return isinstance(x, (jax.Array, np.ndarray))
+def large_to_host(tree: PyTree) -> PyTree:
+    """The tree with its large arrays in host memory."""
+    return _moved(tree, jax.memory.Space.Host, map(is_large, jax.tree.leaves(tree)))
 
-    arrays = list(filter(is_array, jax.tree.leaves(tree)))
+
+def where_they_lay(new: PyTree, old: PyTree) -> PyTree:
+    """New arrays, each in host memory if the old one lies there."""
+    return _moved(new, jax.memory.Space.Host, map(is_on_host, jax.tree.leaves(old)))
+
+
+def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
+    """The tree with some of its leaves there."""
+    leaves, structure = jax.tree.flatten(tree)
+    chosen = list(moves)
+    arrays = [x for x, use in zip(leaves, chosen, strict=True) if use]
+    if not arrays:
+        return tree
     # JAX takes derivatives back to the source, and to the host where none is named.
     sources = [jax.typeof(x).memory_space for x in arrays]
     moved = iter(jax.device_put(arrays, space, src=sources))
-    return jax.tree.map(lambda x: next(moved) if is_array(x) else x, tree)
+    pairs = zip(leaves, chosen, strict=True)
+    return structure.unflatten(next(moved) if use else x for x, use in pairs)
+
+
+def as_on_device(x: Any) -> Any:
+    """The type of an array as it would be on the device, for a trace; the array if it is there."""
+    if not is_on_host(x):
+        return x
+    return jax.typeof(x).update(memory_space=jax.memory.Space.Device)
 
 
 def place_on_host(tree: PyTree) -> str | None:
     """The path of the first array that lies in host memory; None if there is none."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+        if is_on_host(x):
             return jax.tree_util.keystr(path)
     return None
 

@@ -125,17 +125,15 @@ def check_others(state: PyTree) -> None:
 # ---- what is inside ----------------------------------------------------------------------------
 
 
-def set_offloaded(tx: Transformation, *, inner: optax.GradientTransformation) -> None:
-    """Says that `tx` is an `offload`, and of what.
-
-    Its `update` knows it, because JAX rebuilds tuples without attributes of their own.
-    """
-    setattr(tx.update, _OFFLOADED, inner)
+def marked_as_offload(tx: Transformation) -> Transformation:
+    """The same, whose `update` says so, because JAX rebuilds tuples without their attributes."""
+    setattr(tx.update, _OFFLOADED, True)
+    return tx
 
 
-def offloaded(tx: Any) -> optax.GradientTransformation | None:
-    """What is inside an `offload`; None for any other transformation."""
-    return getattr(getattr(tx, "update", None), _OFFLOADED, None)
+def is_offload(tx: Any) -> bool:
+    """Whether a transformation is an `offload`."""
+    return hasattr(getattr(tx, "update", None), _OFFLOADED)
 
 
 def transformation(
@@ -154,7 +152,7 @@ def transformation(
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
-    is_offloaded = offloaded(tx) is not None
+    is_offloaded = is_offload(tx)
     tx = _in_shares(function, optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx

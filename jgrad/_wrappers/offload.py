@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from jgrad._inputs.transformation import pair
-from jgrad._trees import host_memory, shares
+from jgrad._trees import host_memory
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
@@ -80,18 +80,13 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> PyTree:
-        around = "expected it around all of `tx`"
-        shares.refuse(_NAME, around, reason="inside another transformation")
         host_memory.check(_NAME)
-        return host_memory.to_host(tx.init(params))
+        return host_memory.large_to_host(tx.init(host_memory.to_device(params)))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        host_memory.check(_NAME)
         steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
-        return steps, host_memory.to_host(new)
+        return steps, host_memory.where_they_lay(new, state)
 
-    made = pair(init, update, _NAME)
-    inside.set_offloaded(made, inner=tx)
-    return made
+    return inside.marked_as_offload(pair(init, update, _NAME))
