@@ -8,6 +8,7 @@ leaves of the stack alone, and again for a stack of many times as many layers.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,10 @@ from jgrad._trees.told import telling
 from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
+
+# A leaf in host memory is updated in slices of rows: of at most so many elements, since a copy of 32
+# MB takes a hundred times as long as starting it; and of a multiple of the rows in a TPU's tile.
+_SLICE, _TILE = 2**23, 32
 
 # A stack with this many times as many layers: if blocks of 256 elements cross layers, an array of
 # scales does not become this many times as long.
@@ -47,6 +52,10 @@ class Cut(NamedTuple):
 
     axis: int
     length: int
+
+    def times(self, length: int) -> "Cut":
+        """Layers of so many of these."""
+        return Cut(self.axis, self.length * length)
 
     def out_of(self, x: jax.Array, i: jax.Array | int) -> jax.Array:
         """Layer `i`."""
@@ -74,7 +83,8 @@ class Portion(NamedTuple):
     Attributes:
       positions: of its leaves among those of the parameters.
       axes: of each leaf that of its layers.
-      layers: how many; None of leaves in no stack.
+      layers: how many; None of leaves in no stack. Slices of rows are layers, too.
+      length: of a layer along these axes.
       structure: of its state, when it is alone.
       cuts: for each array of that the position in the whole state, and where it is cut; None for
         an array that is another share's.
@@ -85,11 +95,12 @@ class Portion(NamedTuple):
     layers: int | None
     structure: Structure
     cuts: list[tuple[int, Cut | None]]
+    length: int = 1
 
     @property
     def weight_cuts(self) -> list[Cut]:
         """Where its leaves are cut."""
-        return [Cut(axis, 1) for axis in self.axes]
+        return [Cut(axis, self.length) for axis in self.axes]
 
     @property
     def owned(self) -> list[bool]:
@@ -186,6 +197,20 @@ class Whole:
             cuts.append((i, Cut(axis, x.shape[axis] // layers)))
         return Portion(tuple(positions), tuple(axes_of_leaves), layers, structure, cuts)
 
+    def rows(self, i: int) -> Portion | None:
+        """That of leaf `i`, whose slices of rows are layers; None where it cannot be cut so."""
+        shape = list(self.shapes.values())[i].shape
+        count = _slices(shape)
+        if count is None:
+            return None
+        try:
+            each = self.stack([i], [0], shape[0])
+        except ValueError:  # an array of its state is not by rows
+            return None
+        length = shape[0] // count
+        cuts = [(k, cut if cut is SAME else cut.times(length)) for k, cut in each.owned_cuts]
+        return each._replace(layers=count, cuts=cuts, length=length)
+
     def leaves(self, positions: Sequence[int]) -> Portion:
         """That of leaves in no stack, and all that is of no layer."""
         some, structure = self._begun(positions, None, (), 0)
@@ -252,6 +277,16 @@ class Whole:
                 expected = f"shape {shape}: the method needs {needed}"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
+
+
+def _slices(shape: Sequence[int]) -> int | None:
+    """Into how many slices of rows a leaf is cut; None where rows do not divide so."""
+    size = math.prod(shape)
+    fewest = -(-size // _SLICE)
+    if fewest < 2 or len(shape) < 2:
+        return None
+    counts = range(fewest, 16 * fewest)
+    return next((n for n in counts if shape[0] % (n * _TILE) == 0), None)
 
 
 class Owned(NamedTuple):
@@ -339,6 +374,14 @@ class Model:
             leaves=_replaced(self.leaves, dict(zip(portion.positions, new.weights, strict=True))),
             state=_replaced(self.state, state),
         )
+
+
+    def all_replaced(self, portions: Iterable[Portion], new: Iterable[Owned]) -> "Model":
+        """The same, with other arrays of some shares."""
+        model = self
+        for portion, arrays in zip(portions, new, strict=True):
+            model = model.replaced(portion, arrays)
+        return model
 
 
 def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int) -> Owned:

@@ -5,6 +5,7 @@ jgrad are checked: the norm of a layer is not that of the stack, and its random 
 """
 
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ _OF_DEVICES = {
     *("device_put", "pcast", "pmax", "pmin", "psum", "psum_invariant", "pvary", "reshard"),
     "sharding_constraint",
 }
+# Primitives of this library that are right of a slice of rows, too: see `is_elementwise`.
+_OF_ROWS = {"iota", "jgrad_leaf_step"}
 _OF_NORMS = "`jgrad.clip_by_global_norm` for a norm of all gradients"
 _AROUND = {"_in_shares", "chain", "with_extra_args_support"}  # of what has no such function
 _UPDATE = re.compile(r"(\w+)\.<locals>\.update")
@@ -307,6 +310,31 @@ class ShareUpdate:
         if mixes and foreign is None:  # it passes on its input, which nobody has seen
             self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
+
+    def is_elementwise(self, given: Start) -> bool:
+        """Whether its own arrays are computed element by element, of numbers that are known.
+
+        So a slice of rows is updated as it would be within its leaf. Random bits are those of the
+        leaf (`shares.in_stack`), and 8 bits have blocks within rows.
+        """
+        forms, _, foreign = self._look(given)
+
+        def outputs(known: Numbers, given: Start) -> Owned:
+            return self.owned(self(given, known))
+
+        closed = jax.make_jaxpr(outputs)(forms, given)
+        program = core.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+        ours = set() if foreign is not None else _OF_ROWS
+        passed = ours | _OF_DEVICES
+
+        def has_rows(shape: Sequence[int]) -> bool:
+            return math.prod(shape) >= self.portion.length
+
+        mixes = any(has_rows(x.shape) for x in closed.consts) or any(
+            elementwise.mixes(eqn, has_rows) and eqn.primitive.name not in passed
+            for eqn in elementwise.inner_equations(program.eqns)
+        )
+        return not mixes and all(cut is not SAME for _, cut in self.portion.owned_cuts)
 
     def _refuse_state(self, i: int) -> None:
         count = len(self.portion.cuts)

@@ -13,11 +13,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
-from jgrad._backward import calls
+from jgrad._backward import calls, row_slices
 from jgrad._backward.calls import OfGradients
 from jgrad._backward.losses import Cotangents, TracedLoss
 from jgrad._backward.passes import Flow, Forward, Pull
 from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
+from jgrad._backward.row_slices import Sliced, updates_of_rows
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
@@ -221,7 +222,7 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
 # What to do with a layer: it returns new arrays, or none, and numbers.
 _Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 # What is done with leaves in no stack, and with a stack; they return the flow in front of it.
-_OfLeaves = Callable[[ShareUpdate, Start, Flow], Flow]
+_OfLeaves = Callable[[ShareUpdate, Cotangents, Flow], Flow]
 _OfStack = Callable[[ShareUpdate, Pull, Flow], Flow]
 
 
@@ -273,6 +274,23 @@ class _Step:
             rest = whole.rest([*stacks, *updated])
         self._rest = update(rest)
 
+        def update_of(rows: Portion) -> tuple[ShareUpdate, Start]:
+            made = update(rows)
+            return made, self._example(made)
+
+        def sliced(leaves: Portion) -> Sliced:
+            """Some leaves in no stack."""
+            rows = updates_of_rows(whole, model, leaves, rest, update_of)
+            others = {*leaves.positions}.difference(*(x.portion.positions for x in rows))
+            if leaves is rest:
+                apart = [*stacks, *updated, *(x.portion for x in rows)]
+                return Sliced(rows, update(whole.rest(apart)) if rows else None)
+            of_others = whole.leaves(sorted(others)).without_those_of(rest)
+            return Sliced(rows, update(of_others) if rows and others else None)
+
+        of_leaves = [*filter(None, self._early), self._rest]
+        self._sliced = {x: sliced(x.portion) for x in of_leaves}
+
     def _example(self, update: ShareUpdate) -> Start:
         """The types of what an update of a share is given: a gradient has that of its weight."""
 
@@ -311,9 +329,9 @@ class _Step:
         def parts(update: ShareUpdate, given: Start) -> Numbers:
             return {key: x for key, x in update(given, known).parts.items() if key in ready}
 
-        def of_leaves(update: ShareUpdate, given: Start, flow: Flow) -> Flow:
+        def of_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
             nonlocal said
-            said = _both(update, said, parts(update, given))
+            said = _both(update, said, parts(update, self._start(update.portion, gradients)))
             return flow
 
         def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
@@ -327,7 +345,8 @@ class _Step:
             said = _both(update, said, more)
             return flow
 
-        given = self._backward(forward, of_leaves, of_stack)
+        gradients = self._backward(forward, of_leaves, of_stack)
+        given = self._start(self._rest.portion, gradients)
         return _both(self._rest, said, parts(self._rest, given))
 
     def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
@@ -335,16 +354,16 @@ class _Step:
         said: Numbers = {}
         model = self._model
 
-        def of_leaves(update: ShareUpdate, given: Start, flow: Flow) -> Flow:
+        def of_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
             nonlocal said, model
             # Everything that reads old weights comes before, or XLA would copy them; and the layers
             # come after, or it might keep the gradients, or what they are computed from, until the
             # end.
-            gradients, flow = shardings.barrier((given.gradients, flow))
-            made = update(given._replace(gradients=gradients), known)
-            said = _both(update, said, _without(made.parts, known))
-            new, flow = shardings.barrier((model.kept(update.portion, update.owned(made)), flow))
-            model = model.replaced(update.portion, new)
+            gradients, flow = shardings.barrier((gradients, flow))
+            portions, new, parts = self._of_leaves(update, gradients, known)
+            said = _both(update, said, _without(parts, known))
+            new, flow = shardings.barrier((new, flow))
+            model = model.all_replaced(portions, new)
             return flow
 
         def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
@@ -361,12 +380,37 @@ class _Step:
             said = _both(update, said, more)
             return flow
 
-        given = self._backward(forward, of_leaves, of_stack)
-        new = self._rest.owned(self._rest(given, known, said))
-        return model.replaced(self._rest.portion, model.kept(self._rest.portion, new)).trees()
+        gradients = self._backward(forward, of_leaves, of_stack)
+        portions, new, _ = self._of_leaves(self._rest, gradients, known, said)
+        return model.all_replaced(portions, new).trees()
 
-    def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Start:
-        """Goes backwards over all shares; returns what the update of the rest is given.
+    def _of_leaves(
+        self,
+        update: ShareUpdate,
+        gradients: Cotangents,
+        known: Numbers,
+        others: Numbers | None = None,
+    ) -> tuple[list[Portion], list[Owned], Numbers]:
+        """New arrays of leaves in no stack, share by share; and their parts of numbers."""
+        sliced, portions, new = self._sliced[update], list[Portion](), list[Owned]()
+        of_whole: ShareUpdate | None = update
+        if sliced.is_ready(known):
+            of_whole = sliced.others
+            gradient_of = dict(zip(update.portion.positions, gradients, strict=True))
+            for rows in sliced.rows:
+                gradient = gradient_of.pop(rows.portion.positions[0])
+                portions.append(rows.portion)
+                new.append(row_slices.updated(rows, self._model, gradient, known, _loop))
+            gradients = list(gradient_of.values())
+        if of_whole is None:
+            return portions, new, {}
+        portion = of_whole.portion
+        made = of_whole(self._start(portion, gradients), known, others)
+        new.append(self._model.kept(portion, of_whole.owned(made)))
+        return [*portions, portion], new, made.parts
+
+    def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Cotangents:
+        """Goes backwards over all shares; returns the gradients of the rest.
 
         Args:
           forward: of the loss.
@@ -381,7 +425,7 @@ class _Step:
             if early is None:
                 waiting.update(zip(positions, gradients, strict=True))
             else:
-                flow = of_leaves(early, self._start(early.portion, gradients), flow)
+                flow = of_leaves(early, gradients, flow)
             return of_stack(self._stacks[k], pull, flow)
 
         grads = forward.backward(visit)
@@ -389,7 +433,7 @@ class _Step:
         last = [i for i in positions if i not in waiting]
         of_last = self._of_user(last, [self._or_zeros(i, grads[i]) for i in last])
         waiting |= zip(last, of_last, strict=True)
-        return self._start(self._rest.portion, [waiting[i] for i in positions])
+        return [waiting[i] for i in positions]
 
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""

@@ -1,0 +1,85 @@
+"""Leaves in no stack that lie in host memory, or whose state does: updated in slices of rows.
+
+A loop fetches each slice inside of itself, so neither old nor new moments of a whole embedding are
+ever on the device, and none of them is fetched early: XLA moves copies in front of a barrier, but
+not out of a loop that needs the gradient.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from jgrad._backward.portions import Model, Owned, Portion, Whole, with_layer
+from jgrad._backward.share_updates import ShareUpdate, Start, pruned
+from jgrad._trees import host_memory
+from jgrad._trees.shares import Numbers
+
+# The update of a share, and the types of what it is given.
+UpdateOf = Callable[[Portion], tuple[ShareUpdate, Start]]
+# (first, body, what it carries) -> what it carried in the end
+Loop = Callable[[int, Callable[[jax.Array, Owned], Owned], Owned], Owned]
+
+
+class Sliced(NamedTuple):
+    """The leaves of a share as several shares: some are sliced, and the others are not.
+
+    Attributes:
+      rows: the update of a slice of each leaf that is sliced.
+      others: that of all others; None if there are none.
+    """
+
+    rows: list[ShareUpdate]
+    others: ShareUpdate | None
+
+    def is_ready(self, known: Numbers) -> bool:
+        """Whether no slice has a part of a number that is needed later: one of a leaf is whole."""
+        return bool(self.rows) and all(x.combines.keys() <= known.keys() for x in self.rows)
+
+
+def updates_of_rows(
+    whole: Whole, model: Model, leaves: Portion, rest: Portion, update_of: UpdateOf
+) -> list[ShareUpdate]:
+    """The updates of slices, of those leaves whose method is elementwise, and that can be cut so.
+
+    Args:
+      whole: the transformation, and all parameters.
+      model: where arrays lie.
+      leaves: some in no stack.
+      rest: owns what is of no leaf.
+      update_of: see there.
+    """
+    found = []
+    for i in leaves.positions:
+        rows = whole.rows(i)
+        if rows is None:
+            continue
+        rows = rows.without_those_of(rest)
+        if host_memory.place_on_host(model.owned(rows)) is None:
+            continue
+        try:
+            update, given = update_of(rows)
+            is_elementwise = update.is_elementwise(given)
+        except (TypeError, ValueError):  # as with a learning rate for each row
+            continue
+        if is_elementwise:
+            found.append(update)
+    return found
+
+
+def updated(
+    update: ShareUpdate, model: Model, gradient: jax.Array | None, known: Numbers, loop: Loop
+) -> Owned:
+    """A leaf, of which one slice after the other is updated."""
+    portion = update.portion
+    assert portion.layers is not None
+    (cut,) = portion.weight_cuts
+
+    def body(i: jax.Array, owned: Owned) -> Owned:
+        now = model.replaced(portion, owned, in_loop=True)
+        of_slice = None if gradient is None else cut.out_of(gradient, i)
+        given = Start(i, [of_slice], now.weights_of(portion, i), now.state_of(portion, i))
+        new = pruned(lambda given: update.owned(update(given, known)), given)
+        return with_layer(portion, owned, model.kept(portion, new), i)
+
+    return loop(portion.layers, body, model.owned(portion))
