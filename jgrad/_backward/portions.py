@@ -375,7 +375,6 @@ class Model:
             state=_replaced(self.state, state),
         )
 
-
     def all_replaced(self, portions: Iterable[Portion], new: Iterable[Owned]) -> "Model":
         """The same, with other arrays of some shares."""
         model = self
