@@ -208,7 +208,9 @@ class Whole:
         except ValueError:  # an array of its state is not by rows
             return None
         length = shape[0] // count
-        cuts = [(k, cut if cut is SAME else cut.times(length)) for k, cut in each.owned_cuts]
+        cuts: list[tuple[int, Cut | None]] = [
+            (k, cut if cut is SAME else cut.times(length)) for k, cut in each.owned_cuts
+        ]
         return each._replace(layers=count, cuts=cuts, length=length)
 
     def leaves(self, positions: Sequence[int]) -> Portion:

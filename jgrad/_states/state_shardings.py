@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed import packing
@@ -42,13 +42,14 @@ def state_shardings(
     devices along it holds 1/n of the state, as in ZeRO-1.
 
     Use it for `out_shardings` of `jax.jit(tx.init)` and of a train step, and to restore a
-    checkpoint.
+    checkpoint. Each sharding says in which memory its array lies, so what `offload` puts on the
+    host is restored there.
 
     Args:
       tx: a transformation whose state holds trees like the parameters.
       params: arrays, or `jax.ShapeDtypeStruct`s.
       params_shardings: a tree of `jax.sharding.NamedSharding`, or a prefix of one; None uses the
-        shardings of `params`.
+        shardings of `params`. On one device, shardings may be `SingleDeviceSharding`.
       shard_over: a mesh axis, or a tuple of axes, over which moments are also sharded, along the
         first axis of each array that can be divided further; packed buffers along their rows. An
         array that cannot be divided, or whose parameter is already sharded over this mesh axis, has
@@ -56,7 +57,7 @@ def state_shardings(
         with the shardings of the parameters. In `shard_map` and `pmap`, see `zero`.
 
     Returns:
-      A tree like the state, with a sharding for each array; that of `offload` is in host memory.
+      A tree like the state, with a sharding for each array.
 
     Raises:
       TypeError: a sharding is not a NamedSharding, or `tx` is not a transformation.
@@ -75,7 +76,6 @@ def state_shardings(
     Source: for `shard_over`, Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
       Trillion Parameter Models" (2020), section 5.1.
     """
-    is_offloaded = inside.offloaded(tx) is not None
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
     params = arrays_of(params)
     axes = () if shard_over is None else checks.axis_names(_NAME, "shard_over", shard_over)
@@ -84,21 +84,34 @@ def state_shardings(
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
     arg = ArgLeaves.from_prefix(_NAME, name, params_shardings, "params", params)
     leaves, structure = trees.flatten(params)
+    devices = {d for x in arg.leaves if isinstance(x, SingleDeviceSharding) for d in x.device_set}
+    if len(devices) == 1:  # all on one device, which a mesh may stand for
+        mesh = Mesh(np.array([*devices]), ("device",))
+        arg = arg._replace(leaves=[x and _on_mesh(x, mesh) for x in arg.leaves])
     sharded = [_sharded(arg, i, p, axes) for i, p in enumerate(leaves)]
     first = next((x for x in sharded if x is not None), None)
     if first is None:
         raise ValueError(f"{_NAME}: `params`: no array, expected at least one.")
     replicated = NamedSharding(first.sharding.mesh, PartitionSpec())
-    state = jax.eval_shape(tx.init, params)
+    program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     tree = structure.unflatten(sharded)
     nodes = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=packing.is_packed))
     followed = _Shardings(nodes, sharded, replicated, axes)
     shardings = followed.of_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
-    if is_offloaded:
-        host_memory.check(_NAME)
-        return jax.tree.map(lambda x: x.with_memory_kind(host_memory.KIND), shardings)
-    return shardings
+    types = zip(jax.tree.leaves(shardings), program.out_avals, strict=True)
+    placed = [host_memory.sharded_where(x, of_type) for x, of_type in types]
+    if len(devices) == 1:
+        (device,) = devices
+        placed = [SingleDeviceSharding(device, memory_kind=x.memory_kind) for x in placed]
+    return jax.tree.unflatten(jax.tree.structure(shardings), placed)
+
+
+def _on_mesh(x: Leaf, mesh: Mesh) -> Leaf:
+    """A sharding on one device as one on a mesh of it; any other as it is."""
+    if not isinstance(x, SingleDeviceSharding):
+        return x
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=x.memory_kind)
 
 
 @dataclasses.dataclass(frozen=True)

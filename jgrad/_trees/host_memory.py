@@ -72,8 +72,7 @@ def where_they_lay(new: PyTree, old: PyTree) -> PyTree:
 
 def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
     """The tree with some of its leaves there."""
-    leaves, structure = jax.tree.flatten(tree)
-    chosen = list(moves)
+    leaves, chosen = jax.tree.leaves(tree), list(moves)
     arrays = [x for x, use in zip(leaves, chosen, strict=True) if use]
     if not arrays:
         return tree
@@ -81,7 +80,16 @@ def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
     sources = [jax.typeof(x).memory_space for x in arrays]
     moved = iter(jax.device_put(arrays, space, src=sources))
     pairs = zip(leaves, chosen, strict=True)
-    return structure.unflatten(next(moved) if use else x for x, use in pairs)
+    found = [next(moved) if use else x for x, use in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def sharded_where(sharding: Any, of_type: Any) -> Any:
+    """A sharding in the memory that a type names."""
+    on_host = bool(of_type.memory_space == jax.memory.Space.Host)
+    if on_host == (sharding.memory_kind == KIND):
+        return sharding
+    return sharding.with_memory_kind(KIND if on_host else None)
 
 
 def as_on_device(x: Any) -> Any:
