@@ -1,0 +1,351 @@
+"""State and weights in host memory: of a stack, one layer at a time is on the device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jgrad
+from jgrad._arithmetic.elementwise import inner_equations
+from jgrad._backward import portions
+from jgrad._backward.step_in_backward import forced
+from tests.backward import models
+from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
+from tests.support.memory import kinds, on_device, on_host
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
+)
+
+CASES = RECIPES | {
+    "clipped and rounded": Recipe(
+        lambda: jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(adam()))), FIRST, BF16
+    ),
+}
+QUICK = ["master", "adafactor", "clipped and rounded"]
+# By what lies on the host: of (parameters, state).
+PLACES = {
+    "state": lambda params, state: (params, on_host(state)),
+    "layers": lambda params, state: (params | {"layers": on_host(params["layers"])}, on_host(state)),
+    "weights": lambda params, state: (on_host(params), state),
+    "all": lambda params, state: (on_host(params), on_host(state)),
+}
+FORMS = {"in the backward pass": forced, "ordinary": functools.partial(forced, False)}
+
+
+@pytest.mark.slow(always=[f"{form}-all-{name}" for form in FORMS for name in QUICK])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_same_results(form, place, name):
+    """Bit for bit those of the same step with all on the device; each array stays where it lay."""
+    make, options, dtype, sizes, *_ = CASES[name]
+    params, tx = models.params(dtype, **sizes), make()
+    step = jgrad.step_in_backward(tx, models.loss, **options)
+    batches = [models.batch(i, dtype) for i in range(3)]
+    state = tx.init(params)
+    given = PLACES[place](params, state)
+    with FORMS[form]():
+        expected = models.run(step, params, state, batches)
+        found = models.run(step, *given, batches)
+    assert kinds(found[:2]) == kinds(given)
+    assert set(kinds(found[2])) == {"device"}
+    models.assert_equal(on_device(found), expected)
+
+
+# ---- leaves in no stack, in slices of rows -------------------------------------------------------
+
+VOCABULARY, WIDTH = 512, 64
+
+
+def decoder_params(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {
+        "embedding": models.array(rng, VOCABULARY, WIDTH, dtype=dtype),
+        "head": models.array(rng, VOCABULARY, WIDTH, dtype=dtype),
+        "layers": models.stack(rng, 3, WIDTH, 2 * WIDTH, dtype),
+        "norm": jnp.ones(WIDTH, dtype),
+    }
+
+
+def decoder_loss(params, tokens):
+    x = params["embedding"][tokens]
+    x = jgrad.scan_layers(models.block, params["layers"], x) * params["norm"][None, None]
+    logits = (x @ params["head"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+def tokens(seed=0):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, VOCABULARY, size=(2, 5)), jnp.int32)
+
+
+@pytest.fixture
+def four_slices(monkeypatch):
+    """Of the embedding and of the head."""
+    monkeypatch.setattr(portions, "_SLICE", VOCABULARY * WIDTH // 4)
+
+
+def loops(step, *args):
+    """How many there are: one forward, one backward, and one for each leaf in slices."""
+    program = jax.make_jaxpr(step)(*args).jaxpr
+    return sum(x.primitive.name in ("scan", "while") for x in inner_equations(program.eqns))
+
+
+def rates_of_rows():
+    rates = jnp.linspace(1e-3, 1e-2, VOCABULARY)[:, None]
+    return adam({"embedding": rates, "head": 1e-2, "layers": 1e-2, "norm": 1e-2})
+
+
+def of_layers(name):
+    axes = {"embedding": None, "head": None, "layers": 0, "norm": None}
+    return getattr(jgrad, name)(1e-2, layer_axes=axes)
+
+
+# A transformation, and how many of two leaves it updates in slices.
+SLICED = {
+    "adam": (adam, 2),
+    "lion": (lambda: jgrad.lion(1e-3), 2),
+    "momentum": (lambda: jgrad.gradient_descent(1e-2, momentum=0.9), 2),
+    "average": (lambda: jgrad.average_params(adam(), 0.9), 2),
+    "rounded": (lambda: jgrad.stochastic_rounding(adam()), 2),
+    "clipped": (lambda: jgrad.skip_nonfinite(clipped(adam())), 2),
+    "masked": (lambda: jgrad.adam(jgrad.by_path({"head": 1e-2}, rest=1e-3)), 2),
+    "a learning rate for each row": (rates_of_rows, 1),
+    "a ratio of norms": (lambda: of_layers("lamb"), 0),
+    "factors": (lambda: of_layers("adafactor"), 0),
+    "a norm that is kept": (lambda: clipped(adam(), of="previous"), 0),
+}
+
+
+@pytest.mark.slow(always=["adam", "rounded", "clipped", "a learning rate for each row", "factors"])
+@pytest.mark.parametrize("name", SLICED)
+@pytest.mark.usefixtures("four_slices")
+def test_embedding_and_head_in_slices(name):
+    """Where the method is elementwise, bit for bit the update of the whole leaf; else as it was."""
+    make, count = SLICED[name]
+    dtype = BF16 if name == "rounded" else jnp.float32
+    params, tx = decoder_params(dtype), make()
+    step = jgrad.step_in_backward(tx, decoder_loss, first_pass=name == "clipped")
+    state, batches = tx.init(params), [tokens(i) for i in range(3)]
+    given = on_host((params, state))
+    assert loops(step, *given, tokens()) - loops(step, params, state, tokens()) == count
+    found = models.run(step, *given, batches)
+    assert kinds(found[:2]) == kinds(given)
+    models.assert_equal(on_device(found), models.run(step, params, state, batches))
+
+
+@pytest.mark.usefixtures("four_slices")
+def test_slices_are_fetched_in_their_loop():
+    """Nothing of the size of the embedding's moments is ever moved."""
+    params, tx = decoder_params(), adam()
+    given = params, on_host(tx.init(params)), tokens()
+    program = jax.make_jaxpr(jgrad.step_in_backward(tx, decoder_loss))(*given).jaxpr
+    moved = [
+        x.aval.shape
+        for eqn in inner_equations(program.eqns)
+        if eqn.primitive.name == "device_put"
+        for x in eqn.invars
+    ]
+    assert moved.count((VOCABULARY // 4, WIDTH)) == 2 * 4  # two leaves, two moments, there and back
+    assert (VOCABULARY, WIDTH) not in moved
+
+
+def test_rows_that_do_not_divide_are_not_cut():
+    """A TPU slices a multiple of 32 rows; and a small leaf is whole."""
+    size = portions._SLICE
+    assert portions._slices((2**18, 256)) == 2**26 // size
+    assert portions._slices((50257, 1024)) is None
+    assert portions._slices((size // 256, 256)) is None
+    assert portions._slices((2 * size,)) is None
+
+
+# ---- what is where -------------------------------------------------------------------------------
+
+
+def moves(step, *args):
+    """(shape, whether to the host) of what a step moves in its loops."""
+    program = jax.make_jaxpr(step)(*args).jaxpr
+    found = [x for x in inner_equations(program.eqns) if x.primitive.name in ("scan", "while")]
+    return [
+        (x.aval.shape, to == jax.memory.Space.Host)
+        for eqn in inner_equations(found)
+        if eqn.primitive.name == "device_put"
+        for x, to in zip(eqn.invars, eqn.params["devices"], strict=True)
+        if x.aval.shape
+    ]
+
+
+def test_one_layer_at_a_time_is_on_the_device():
+    """Weights for the forward pass; weights and moments in the backward pass, there and back."""
+    params, tx = models.params(), adam()
+    layers = params | {"layers": on_host(params["layers"])}
+    found = moves(
+        jgrad.step_in_backward(tx, models.loss), layers, on_host(tx.init(params)), models.batch()
+    )
+    shapes = [(1, models.WIDTH, models.HIDDEN), (1, models.HIDDEN, models.WIDTH)]
+    expected = [(shape, False) for shape in 4 * shapes] + [(shape, True) for shape in 3 * shapes]
+    assert sorted(found) == sorted(expected)
+
+
+def test_states_of_offload_and_without():
+    """What lies on the host is fetched, whoever put it there; `offload` may be in a chain."""
+    params, batches = models.params(), [models.batch()]
+    for tx in (adam(), jgrad.offload(adam()), optax.chain(jgrad.offload(adam()))):
+        step = jgrad.step_in_backward(tx, models.loss)
+        expected = models.run(step, params, tx.init(params), batches)
+        found = models.run(step, params, on_host(tx.init(params)), batches)
+        models.assert_equal(on_device(found), expected)
+
+
+def test_an_offload_that_jax_rebuilt():
+    """`equinox.filter_jit` does so with its arguments, and attributes of a tuple are lost."""
+    tx, params = jax.tree.map(lambda f: f, jgrad.offload(adam())), models.params()
+    program = jax.make_jaxpr(jgrad.step_in_backward(tx, models.loss))
+    program(params, tx.init(params), models.batch())
+
+
+# ---- scan_layers by itself ---------------------------------------------------------------------
+
+
+def grad_of(params, x, remat=True):
+    loss = functools.partial(models.loss, remat=remat)
+    return jax.jit(jax.value_and_grad(loss))(params, x)
+
+
+@pytest.mark.parametrize("remat", [True, False, "policy"])
+def test_layers_on_the_host_in_an_ordinary_loss(remat):
+    """A value and gradients as with layers on the device; gradients lie where the layers do."""
+    policy = jax.checkpoint_policies.dots_saveable if remat == "policy" else remat
+    params, x = models.params(), models.batch()
+    given = params | {"layers": on_host(params["layers"])}
+    found, expected = (grad_of(p, x, policy) for p in (given, params))
+    assert kinds(found[1]) == kinds(given)
+    models.assert_equal(on_device(found), expected)
+
+
+def test_generation_with_layers_on_the_host():
+    """A forward pass alone, with xs there, too: one layer of each is fetched in a turn."""
+    params, x = models.params(), models.batch()
+    scales = jnp.linspace(0.5, 1.5, models.LAYERS)[:, None] * jnp.ones(models.WIDTH)
+
+    def forward(layers, x, scales):
+        block = lambda layer, x, scale: models.block(layer, x) * scale[None]
+        return jgrad.scan_layers(block, layers, x, xs=scales)
+
+    given = on_host(params["layers"]), x, on_host(scales)
+    found = jax.jit(forward)(*given)
+    np.testing.assert_array_equal(found, jax.jit(forward)(params["layers"], x, scales))
+    shapes = [(models.WIDTH, models.HIDDEN), (models.HIDDEN, models.WIDTH), (models.WIDTH,)]
+    assert sorted(moves(forward, *given)) == sorted((shape, False) for shape in shapes)
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def frozen_base(adapters, base, x):
+    """Adapters of low rank beside weights that nothing updates."""
+
+    def block(adapter, x, frozen):
+        return x + jnp.tanh(x @ frozen["up"] + x @ adapter["a"] @ adapter["b"]) @ frozen["down"]
+
+    x = jgrad.scan_layers(block, adapters["layers"], x, xs=base)
+    return jnp.mean(jnp.square(x))
+
+
+def test_adapters_beside_a_base_on_the_host():
+    """The base is `xs`: an argument of the loss, of which one layer at a time is fetched."""
+    rng = np.random.default_rng(1)
+    base, x, tx = models.params()["layers"], models.batch(), adam()
+    a = models.array(rng, models.LAYERS, models.WIDTH, 2)
+    adapters = {"layers": {"a": a, "b": jnp.zeros((models.LAYERS, 2, models.HIDDEN))}}
+    step, results = jax.jit(jgrad.step_in_backward(tx, frozen_base)), []
+    for given in (base, on_host(base)):
+        params, state = adapters, tx.init(adapters)
+        for _ in range(3):
+            params, state, value = step(params, state, given, x)
+        results.append((params, state, value))
+    models.assert_equal(results[1], results[0])
+    found = moves(jgrad.step_in_backward(tx, frozen_base), adapters, tx.init(adapters), given, x)
+    assert {shape[-2:] for shape, _ in found} == {(models.WIDTH, models.HIDDEN), (models.HIDDEN, models.WIDTH)}
+
+
+def along_axis_one(params, x):
+    axes = {"up": 1, "down": 1}
+    return jnp.mean(jgrad.scan_layers(models.block, params["layers"], x, axis=axes) ** 2)
+
+
+def with_keys(params, x):
+    """Dropout by keys, an auxiliary loss by ys, and one more stack."""
+
+    def block(layer, x, key):
+        return models.block(layer, x * jax.random.bernoulli(key, 0.9, x.shape)), jnp.mean(x**2)
+
+    keys = jax.random.split(jax.random.key(0), models.LAYERS)
+    x, ys = jgrad.scan_layers(block, params["layers"], x, xs=keys, has_ys=True)
+    x = jgrad.scan_layers(models.block, params["more"], x @ params["between"], axis=0)
+    return jnp.mean(x**2) + 1e-3 * jnp.sum(ys)
+
+
+def of_axis_one():
+    layers = models.params()["layers"]
+    return {"layers": jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), layers)}
+
+
+def of_two_stacks():
+    rng, params = np.random.default_rng(2), models.params()
+    more = models.stack(rng, 2, models.WIDTH, models.HIDDEN, jnp.float32)
+    return {"layers": params["layers"], "more": more, "between": params["last"]}
+
+
+@pytest.mark.parametrize(
+    ("loss", "make"), [(along_axis_one, of_axis_one), (with_keys, of_two_stacks)], ids=["axis", "xs, ys"]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_other_stacks(loss, make, form):
+    """Along another axis, with xs and ys, and several stacks."""
+    params, tx = make(), adam()
+    step, state = jgrad.step_in_backward(tx, loss), tx.init(params)
+    with FORMS[form]():
+        expected = models.run(step, params, state, [models.batch(i) for i in range(2)])
+        found = models.run(step, *on_host((params, state)), [models.batch(i) for i in range(2)])
+    models.assert_equal(on_device(found), expected)
+    assert set(kinds(found[0])) == {"pinned_host"}
+
+
+def scaled_loss(params, x, scale):
+    x = jgrad.scan_layers(models.block, params["layers"], x)
+    return scale * jnp.mean((x * params["norm"][None]) ** 2)
+
+
+ORDERS = {
+    "value last": lambda params, state, value: (params, state, value),
+    "value first": lambda params, state, value: (value, params, state),
+    "value first, and the scale": lambda params, state, value: (value, state.loss_scale, params, state),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_donation(order):
+    """Small arrays are on the device, so no scalar of a result is paired with one on the host."""
+    rng = np.random.default_rng(0)
+    params = {"layers": models.stack(rng, 3, 256, 256, jnp.float32), "norm": jnp.ones(256)}
+    tx = jgrad.offload(jgrad.skip_nonfinite(adam(), loss_scale=8.0))
+    inner = jgrad.step_in_backward(tx, scaled_loss, first_pass=True)
+
+    def step(params, state, x):
+        results = inner(params, state, x, state.loss_scale)
+        return ORDERS[order](*results)
+
+    state = tx.init(params)
+    assert set(kinds(state.inner.mw["layers"])) == {"pinned_host"}
+    assert set(kinds((state.loss_scale, state.inner.mw["norm"]))) == {"device"}
+    step = jax.jit(step, donate_argnums=(0, 1))
+    for _ in range(2):
+        old, results = state, step(params, state, jnp.ones((2, 256)))
+        params, state = (x for x in results if not isinstance(x, jax.Array))
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+    assert set(kinds(state.inner.mw["layers"])) == {"pinned_host"}

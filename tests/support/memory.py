@@ -1,0 +1,20 @@
+"""Where arrays lie: on the device, or in host memory."""
+
+import jax
+
+
+def kinds(tree):
+    """The memory of each array of a tree."""
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.size]
+
+
+def on_host(tree):
+    """The tree with all but its scalars in host memory, by JAX's own words."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Host) if x.ndim and x.size else x, tree
+    )
+
+
+def on_device(tree):
+    """The tree in device memory."""
+    return jax.device_put(tree, jax.memory.Space.Device)
