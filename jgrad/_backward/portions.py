@@ -25,8 +25,8 @@ from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
 
-# A leaf in host memory is updated in slices of rows: of at most so many elements, since a copy of 32
-# MB takes a hundred times as long as starting it; and of a multiple of the rows in a TPU's tile.
+# A leaf in host memory is updated in slices of rows: of at most so many elements, since a copy of
+# 32 MB takes a hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
 _SLICE, _TILE = 2**23, 32
 
 # A stack with this many times as many layers: if blocks of 256 elements cross layers, an array of

@@ -5,7 +5,7 @@ ever on the device, and none of them is fetched early: XLA moves copies in front
 not out of a loop that needs the gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -26,15 +26,13 @@ class Sliced(NamedTuple):
 
     Attributes:
       rows: the update of a slice of each leaf that is sliced.
+      whole: that of these leaves as they are, for their parts of numbers; None if there are none.
       others: that of all others; None if there are none.
     """
 
     rows: list[ShareUpdate]
+    whole: ShareUpdate | None
     others: ShareUpdate | None
-
-    def is_ready(self, known: Numbers) -> bool:
-        """Whether no slice has a part of a number that is needed later: one of a leaf is whole."""
-        return bool(self.rows) and all(x.combines.keys() <= known.keys() for x in self.rows)
 
 
 def updates_of_rows(
@@ -64,6 +62,24 @@ def updates_of_rows(
             continue
         if is_elementwise:
             found.append(update)
+    return found
+
+
+def parts(
+    leaves: Sliced, model: Model, gradients: Mapping[int, jax.Array | None], known: Numbers
+) -> Numbers:
+    """The parts of numbers that are not known yet, of the leaves that are sliced, as they are."""
+    if leaves.whole is None:
+        return {}
+    update, portion = leaves.whole, leaves.whole.portion
+
+    def of_gradients(given: list[jax.Array | None]) -> Numbers:
+        # The parts read no state, so that it is not fetched.
+        weights, state = model.weights_of(portion, None), model.state_of(portion, None)
+        made = update(Start(None, given, weights, state), known)
+        return {key: x for key, x in made.parts.items() if key not in known}
+
+    found: Numbers = pruned(of_gradients, [gradients[i] for i in portion.positions])
     return found
 
 

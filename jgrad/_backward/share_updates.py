@@ -312,18 +312,23 @@ class ShareUpdate:
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
     def is_elementwise(self, given: Start) -> bool:
-        """Whether its own arrays are computed element by element, of numbers that are known.
+        """Whether its own arrays are computed element by element, and no number of its state.
 
         So a slice of rows is updated as it would be within its leaf. Random bits are those of the
         leaf (`shares.in_stack`), and 8 bits have blocks within rows.
         """
         forms, _, foreign = self._look(given)
 
-        def outputs(known: Numbers, given: Start) -> Owned:
-            return self.owned(self(given, known))
+        def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers]:
+            made = self(given, known)
+            return self.owned(made), made.parts
 
-        closed = jax.make_jaxpr(outputs)(forms, given)
-        program = core.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
+        are_own = [True] * len(jax.tree.leaves(own)) + [False] * len(jax.tree.leaves(parts))
+        program, _ = core.dce_jaxpr(closed.jaxpr, are_own)
+        _, read = core.dce_jaxpr(closed.jaxpr, [not x for x in are_own])
+        if any(read[len(read) - len(given.state) :]):
+            return False
         ours = set() if foreign is not None else _OF_ROWS
         passed = ours | _OF_DEVICES
 

@@ -281,12 +281,16 @@ class _Step:
         def sliced(leaves: Portion) -> Sliced:
             """Some leaves in no stack."""
             rows = updates_of_rows(whole, model, leaves, rest, update_of)
-            others = {*leaves.positions}.difference(*(x.portion.positions for x in rows))
+            if not rows:
+                return Sliced(rows, None, update(leaves))
+            cut = [i for x in rows for i in x.portion.positions]
+            as_whole = update(whole.leaves(cut).without_those_of(rest))
+            others = [i for i in leaves.positions if i not in cut]
             if leaves is rest:
                 apart = [*stacks, *updated, *(x.portion for x in rows)]
-                return Sliced(rows, update(whole.rest(apart)) if rows else None)
-            of_others = whole.leaves(sorted(others)).without_those_of(rest)
-            return Sliced(rows, update(of_others) if rows and others else None)
+                return Sliced(rows, as_whole, update(whole.rest(apart)))
+            of_others = whole.leaves(others).without_those_of(rest) if others else None
+            return Sliced(rows, as_whole, of_others and update(of_others))
 
         of_leaves = [*filter(None, self._early), self._rest]
         self._sliced = {x: sliced(x.portion) for x in of_leaves}
@@ -393,21 +397,20 @@ class _Step:
     ) -> tuple[list[Portion], list[Owned], Numbers]:
         """New arrays of leaves in no stack, share by share; and their parts of numbers."""
         sliced, portions, new = self._sliced[update], list[Portion](), list[Owned]()
-        of_whole: ShareUpdate | None = update
-        if sliced.is_ready(known):
-            of_whole = sliced.others
-            gradient_of = dict(zip(update.portion.positions, gradients, strict=True))
-            for rows in sliced.rows:
-                gradient = gradient_of.pop(rows.portion.positions[0])
-                portions.append(rows.portion)
-                new.append(row_slices.updated(rows, self._model, gradient, known, _loop))
-            gradients = list(gradient_of.values())
-        if of_whole is None:
-            return portions, new, {}
-        portion = of_whole.portion
-        made = of_whole(self._start(portion, gradients), known, others)
-        new.append(self._model.kept(portion, of_whole.owned(made)))
-        return [*portions, portion], new, made.parts
+        gradient_of = dict(zip(update.portion.positions, gradients, strict=True))
+        parts = row_slices.parts(sliced, self._model, gradient_of, known)
+        for rows in sliced.rows:
+            gradient = gradient_of.pop(rows.portion.positions[0])
+            portions.append(rows.portion)
+            new.append(row_slices.updated(rows, self._model, gradient, known, _loop))
+        if sliced.others is None:
+            return portions, new, parts
+        of_others = sliced.others.portion
+        given = self._start(of_others, list(gradient_of.values()))
+        said = None if others is None else _both(update, others, parts)
+        made = sliced.others(given, known, said)
+        new.append(self._model.kept(of_others, sliced.others.owned(made)))
+        return [*portions, of_others], new, _both(update, parts, made.parts)
 
     def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Cotangents:
         """Goes backwards over all shares; returns the gradients of the rest.

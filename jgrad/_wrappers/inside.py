@@ -15,12 +15,12 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import optax
 
-from jgrad._trees import checks, host_memory, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import during, told
@@ -136,12 +136,23 @@ def is_offload(tx: Any) -> bool:
     return hasattr(getattr(tx, "update", None), _OFFLOADED)
 
 
+def check_outside() -> None:
+    """An error where an `offload` is inside of a wrapper, which computes with the state."""
+    if _around.get():
+        _refuse_offload(_around.get()[-1].partition("(")[0])
+
+
+def _refuse_offload(function: str) -> NoReturn:
+    remedy = f"expected it outside everything: `offload({function}(...))`"
+    raise ValueError(f"{function}: `tx`: an `offload` inside, {remedy}.")
+
+
 def transformation(
     function: str, tx: Any, *, may_be_offloaded: bool = False, name_in_order: str | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """`tx` as a transformation whose update takes extra arguments.
 
-    No `offload`, nor one inside, as far as its state shows it: a wrapper computes with the state.
+    No `offload`, nor one inside: a wrapper computes with the state.
 
     Args:
       function: the wrapper.
@@ -156,18 +167,13 @@ def transformation(
     tx = _in_shares(function, optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx
-    remedy = f"expected it outside everything: `offload({function}(...))`"
     if is_offloaded:
-        raise ValueError(f"{function}: `tx`: an `offload`, {remedy}.")
+        _refuse_offload(function)
 
     def init(params: PyTree) -> PyTree:
         with standing_around(name_in_order or function):
             state = tx.init(params)
             check_others(state)
-        on_host = host_memory.place_on_host(state)
-        if on_host is not None and host_memory.place_on_host(params) is None:
-            came = f"with a state in host memory{checks.at(on_host)}, of an `offload` inside"
-            raise ValueError(f"{function}: `tx`: {came}, {remedy}.")
         return state
 
     return optax.GradientTransformationExtraArgs(init, tx.update)

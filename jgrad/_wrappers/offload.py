@@ -15,37 +15,41 @@ _NAME = "offload"
 
 @explained
 def offload(tx: optax.GradientTransformation) -> Transformation:
-    """Keeps the state in host memory between steps, and moves it to the device for each step.
+    """Keeps the large arrays of a state in host memory between steps.
 
         updates, new = tx(g, on_device(state), w)
-        state'       = on_host(new)
+        state'       = new, each array where the old one lay
 
     Results are those of `tx`, bit for bit, up to how XLA fuses what other libraries compute in
-    `step_in_backward`. Between steps the state takes no device memory; each
-    step copies it to the device and back. Shardings stay as they are. The memory kind is
-    `pinned_host`, also for results of `jax.jit` without `out_shardings`.
+    `step_in_backward`. `init` puts an array on the host if it has 2^16 elements or more, unless it
+    is a stack of vectors or of small matrices, with fewer than 256 rows in all: these stay on the
+    device, with all scalars, because XLA for TPUs cannot slice them in host memory. Everything
+    after `init` goes by where an array lies, which is a part of its type. So you can also place a
+    state yourself, by `jax.device_put(state, jax.memory.Space.Host)`, and a state that was restored
+    to device memory stays there.
 
     In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
-    only the state of the current layer is, fetched while the gradient is computed; JAX cannot
-    `jax.vmap` that. `jax.pmap` returns a state in device memory.
+    only that of the current layer is, fetched while the gradient is computed, and an embedding is
+    updated in slices of rows. The weights may lie in host memory, too; see `step_in_backward`.
+    JAX cannot `jax.vmap` over slices of host memory, and `jax.pmap` returns a state in device
+    memory. Shardings stay as they are; the memory kind is `pinned_host`.
 
-    Donate parameters and state together, and return both in that order. In any other order, or
-    with the state alone, JAX 0.10 may pair an array on the host with a result of the same shape on
-    the device, and the process aborts.
+    Donate parameters and state together, and return them in that order; scalars and other results
+    may stand anywhere. JAX pairs what is donated with results of the same shape and dtype without
+    asking where they lie, and a pair in two memories ends the process. With `out_shardings` for all
+    results, any order is right.
 
     Put it around everything else: `offload(skip_nonfinite(accumulate(tx, 4)))`. Other wrappers of
     this library refuse it, because they would compute with arrays in host memory. In `optax.chain`
     it offloads its own part of the state. Inside `shard_map`, such as around `zero`, call `update`
     under `jax.jit`.
 
-    A state in device memory, such as one restored without shardings, is accepted, and the next
-    state is in host memory. Do not donate it, or the process aborts likewise: first move it by
-    `jax.device_put(state, jax.memory.Space.Host)`. `state_shardings(offload(tx), params)` includes
-    the memory kind, for `out_shardings` and for restoring a checkpoint; `jax.eval_shape` does not.
-    `carry_over`, `pack` and `unpack` leave a state in host memory there.
+    `state_shardings(offload(tx), params)` includes the memory kind, for `out_shardings` and for
+    restoring a checkpoint; `jax.eval_shape` does not. `carry_over`, `pack` and `unpack` leave a
+    state in host memory there.
 
     Give the first step committed parameters: `jax.device_put(params, jax.devices()[0])` on one
-    device. A state in host memory is committed, so the results of a step are too, and `jax.jit`
+    device. An array in host memory is committed, so the results of a step are too, and `jax.jit`
     would compile the second step again if the first parameters were not.
 
     You can differentiate through steps as with `tx` alone, except through a state that
@@ -63,16 +67,14 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     Raises:
       TypeError: `tx` is not a transformation.
       ValueError: `tx` is an `offload`, or has one inside.
-      RuntimeError: in `init` and `update`, on a backend without memory of the kind
-        `pinned_host`.
+      RuntimeError: in `init`, on a backend without memory of the kind `pinned_host`.
 
     Example:
-      >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
+      >>> params = grads = {"w": jnp.ones((256, 256)), "b": jnp.zeros(256)}
       >>> tx = jgrad.offload(jgrad.gradient_descent(0.1, momentum=0.9))
-      >>> state = tx.init(params)  # in host memory
-      >>> updates, state = jax.jit(tx.update)(grads, state, params)
-      >>> int(state.step), state.mw["w"].shape
-      (1, (3, 2))
+      >>> updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+      >>> state.mw["w"].sharding.memory_kind, state.mw["b"].sharding.memory_kind
+      ('pinned_host', 'device')
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), section
       4, for the state in host memory; here the update stays on the device.
@@ -80,6 +82,7 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> PyTree:
+        inside.check_outside()
         host_memory.check(_NAME)
         return host_memory.large_to_host(tx.init(host_memory.to_device(params)))
 

@@ -29,7 +29,10 @@ QUICK = ["master", "adafactor", "clipped and rounded"]
 # By what lies on the host: of (parameters, state).
 PLACES = {
     "state": lambda params, state: (params, on_host(state)),
-    "layers": lambda params, state: (params | {"layers": on_host(params["layers"])}, on_host(state)),
+    "layers": lambda params, state: (
+        params | {"layers": on_host(params["layers"])},
+        on_host(state),
+    ),
     "weights": lambda params, state: (on_host(params), state),
     "all": lambda params, state: (on_host(params), on_host(state)),
 }
@@ -59,6 +62,9 @@ def test_the_same_results(form, place, name):
 # ---- leaves in no stack, in slices of rows -------------------------------------------------------
 
 VOCABULARY, WIDTH = 512, 64
+# Zero with all passes of XLA; without its optimizations, products and sums of a slice may be joined
+# otherwise than those of a leaf. Four differ at most, where gradients are nearly zero.
+ROUNDINGS = 16
 
 
 def decoder_params(dtype=jnp.float32):
@@ -100,9 +106,11 @@ def rates_of_rows():
     return adam({"embedding": rates, "head": 1e-2, "layers": 1e-2, "norm": 1e-2})
 
 
+AXES = {"embedding": None, "head": None, "layers": 0, "norm": None}
+
+
 def of_layers(name):
-    axes = {"embedding": None, "head": None, "layers": 0, "norm": None}
-    return getattr(jgrad, name)(1e-2, layer_axes=axes)
+    return getattr(jgrad, name)(1e-2, layer_axes=AXES)
 
 
 # A transformation, and how many of two leaves it updates in slices.
@@ -117,7 +125,8 @@ SLICED = {
     "a learning rate for each row": (rates_of_rows, 1),
     "a ratio of norms": (lambda: of_layers("lamb"), 0),
     "factors": (lambda: of_layers("adafactor"), 0),
-    "a norm that is kept": (lambda: clipped(adam(), of="previous"), 0),
+    "a norm that is kept": (lambda: clipped(adam(), of="previous"), 2),
+    "a norm of the state": (lambda: jgrad.watch(adam(), layer_axes=AXES), 0),
 }
 
 
@@ -135,7 +144,8 @@ def test_embedding_and_head_in_slices(name):
     assert loops(step, *given, tokens()) - loops(step, params, state, tokens()) == count
     found = models.run(step, *given, batches)
     assert kinds(found[:2]) == kinds(given)
-    models.assert_equal(on_device(found), models.run(step, params, state, batches))
+    expected = models.run(step, params, state, batches)
+    models.assert_equal(on_device(found), expected, roundings=ROUNDINGS)
 
 
 @pytest.mark.usefixtures("four_slices")
@@ -230,7 +240,7 @@ def test_layers_on_the_host_in_an_ordinary_loss(remat):
 def test_generation_with_layers_on_the_host():
     """A forward pass alone, with xs there, too: one layer of each is fetched in a turn."""
     params, x = models.params(), models.batch()
-    scales = jnp.linspace(0.5, 1.5, models.LAYERS)[:, None] * jnp.ones(models.WIDTH)
+    scales = jnp.outer(jnp.linspace(0.5, 1.5, models.LAYERS), jnp.ones(models.WIDTH))
 
     def forward(layers, x, scales):
         block = lambda layer, x, scale: models.block(layer, x) * scale[None]
@@ -270,7 +280,10 @@ def test_adapters_beside_a_base_on_the_host():
         results.append((params, state, value))
     models.assert_equal(results[1], results[0])
     found = moves(jgrad.step_in_backward(tx, frozen_base), adapters, tx.init(adapters), given, x)
-    assert {shape[-2:] for shape, _ in found} == {(models.WIDTH, models.HIDDEN), (models.HIDDEN, models.WIDTH)}
+    assert {shape[-2:] for shape, _ in found} == {
+        (models.WIDTH, models.HIDDEN),
+        (models.HIDDEN, models.WIDTH),
+    }
 
 
 def along_axis_one(params, x):
@@ -282,7 +295,8 @@ def with_keys(params, x):
     """Dropout by keys, an auxiliary loss by ys, and one more stack."""
 
     def block(layer, x, key):
-        return models.block(layer, x * jax.random.bernoulli(key, 0.9, x.shape)), jnp.mean(x**2)
+        kept = jax.random.bernoulli(key, 0.9, x.shape)
+        return models.block(layer, jnp.where(kept, x, 0.0)), jnp.mean(x**2)
 
     keys = jax.random.split(jax.random.key(0), models.LAYERS)
     x, ys = jgrad.scan_layers(block, params["layers"], x, xs=keys, has_ys=True)
@@ -302,7 +316,9 @@ def of_two_stacks():
 
 
 @pytest.mark.parametrize(
-    ("loss", "make"), [(along_axis_one, of_axis_one), (with_keys, of_two_stacks)], ids=["axis", "xs, ys"]
+    ("loss", "make"),
+    [(along_axis_one, of_axis_one), (with_keys, of_two_stacks)],
+    ids=["axis", "xs, ys"],
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_other_stacks(loss, make, form):
