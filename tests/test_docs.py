@@ -116,6 +116,16 @@ def test_what_a_page_names_is_there(name):
         assert not [module for module in modules if not importlib.util.find_spec(module)]
 
 
+def test_masks_choose_leaves_by_name():
+    """By the number of axes, they would choose biases of attention, and every norm in a stack."""
+    files = [*sorted((ROOT / "colabs").glob("*.py")), *sorted((ROOT / "colabs").glob("*.ipynb"))]
+    texts = {name: inspect.getdoc(getattr(jgrad, name)) for name in PUBLIC}
+    texts |= {name: page(name) for name in ("README.md", *GUIDES)}
+    texts |= {file.name: file.read_text() for file in files}
+    by_axes = r"lambda \w+: .*(\.ndim|\.shape\)) (> 1|>= 2)"
+    assert not [name for name, text in texts.items() if re.search(by_axes, text)]
+
+
 def test_each_row_of_the_comparison_is_a_test():
     (file,) = (file for file in FILES if file.name == "test_beside_optax.py")
     named = re.findall(r"`(test_\w+)`", section("docs/from_optax.md", "What differs"))
