@@ -5,7 +5,7 @@
 1024 x 4096, with or without attention, and a batch that is small beside the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,14 +30,14 @@ class Recipe(NamedTuple):
       dtype: of the weights.
       first_pass: whether it needs a number of all gradients.
       of_optax: whether it is optax's, for the usual form alone.
-      on_host: whether its state is in host memory.
+      on_host: what of it is in host memory: nothing, its state, or also the weights.
     """
 
     make: Callable[[], optax.GradientTransformation]
     dtype: Any = jnp.float32
     first_pass: bool = False
     of_optax: bool = False
-    on_host: bool = False
+    on_host: str = ""
 
 
 def _adamw(**options: Any) -> optax.GradientTransformation:
@@ -82,7 +82,16 @@ RECIPES = {
     "Muon": Recipe(_muon),
     "bf16: stochastic(Muon)": Recipe(lambda: jgrad.stochastic_rounding(_muon()), _BF16),
 }
-ON_HOST = Recipe(lambda: jgrad.stochastic_rounding(_adamw()), _BF16, on_host=True)
+STATE, ALL = "state", "weights and state"
+
+
+def on_host(moment_dtype: Any, what: str) -> Recipe:
+    """AdamW with weights in bfloat16, and with moments of some dtype."""
+    make = lambda: jgrad.stochastic_rounding(_adamw(moment_dtype=moment_dtype))
+    return Recipe(make, _BF16, on_host=what)
+
+
+ON_HOST = on_host(None, STATE)
 
 
 def shapes(model: str, dtype: Any) -> dict[str, Any]:
@@ -129,15 +138,30 @@ def step_of(recipe: Recipe, form: str, loss: Callable[..., Any] = loss) -> Calla
     return step
 
 
+def _placed(target: Target, tree: Any, on_host: Sequence[bool]) -> Any:
+    """Shapes of arrays on the first device of the target, some of them in host memory."""
+    kinds = ["pinned_host" if there else None for there in on_host]
+    pairs = zip(jax.tree.leaves(tree), kinds, strict=True)
+    leaves = [on_one_device(target, x, kind) for x, kind in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 def compiled(
     target: Target, recipe: Recipe, form: str, loss: Callable[..., Any], params: Any, *args: Any
 ) -> Program:
     """The step of a model of these shapes, on one device, which may write over what it is given."""
-    state = jax.eval_shape(recipe.make().init, params)
-    params, args = on_one_device(target, (params, args))
-    state = on_one_device(target, state, "pinned_host" if recipe.on_host else None)
+    tx = jgrad.offload(recipe.make()) if recipe.on_host else recipe.make()
+    jax.clear_caches()
+    program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    is_there = [x.memory_space == jax.memory.Space.Host for x in program.out_avals]
+    state = _placed(target, state, is_there)
+    if recipe.on_host == ALL:  # as `offload` places them
+        large = [x.size >= 2**20 and x.ndim > 1 for x in jax.tree.leaves(params)]
+        params = _placed(target, params, large)
+    else:
+        params = on_one_device(target, params)
+    args = on_one_device(target, args)
     kept = jax.tree.map(lambda x: x.sharding, (params, state)) if recipe.on_host else None
     out_shardings = kept and (*kept, None)
-    jax.clear_caches()
     step = step_of(recipe, form, loss)
     return Program(target, step, (params, state, *args), donate=(0, 1), out_shardings=out_shardings)

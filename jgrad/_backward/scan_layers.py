@@ -111,6 +111,7 @@ def scan_layers(
     of_xs = ArgLeaves.from_tree(_NAME, "xs", xs)
     _length(of_xs, [0] * len(of_xs.leaves), count)
     checks.boolean(_NAME, "has_ys", has_ys)
+    host_memory.refuse(_NAME, "carry", carry, "it on the device: only layers and `xs` are fetched")
     if not (isinstance(remat, bool) or callable(remat)):
         expected = "a bool, or a policy of `jax.checkpoint_policies`"
         raise TypeError(f"{_NAME}: `remat`: {checks.describe(remat)}, expected {expected}.")
@@ -136,7 +137,12 @@ def scan_layers(
         jnp.moveaxis(x, k, 0) if k and x is not None else x for x, k in pairs
     )
     with jax.named_scope(f"jgrad:scan_layers[{len(jax.tree.leaves(layers))}]"):
-        carry, ys = jax.lax.scan(body, carry, (layers, xs))
+        try:
+            carry, ys = jax.lax.scan(body, carry, (layers, xs))
+        except ValueError as error:
+            remedy = "`block` may not close over one: pass it as `xs`, or move it to the device"
+            host_memory.add_note(error, _NAME, remedy)
+            raise
     return (carry, ys) if has_ys else carry
 
 

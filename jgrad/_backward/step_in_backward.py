@@ -202,14 +202,19 @@ def step_in_backward(
         with jax.disable_jit(False):
             traced = TracedLoss(loss, params, args, has_aux=has_aux)
         inputs = traced, params, state, args, extra_args
-        with telling(stacks=traced.stacks_by_path(params)):
-            if _is_forced.get():
-                return in_backward(*inputs)
-            # New functions in each call, because JAX caches traces by function.
-            results: Results = jax.lax.platform_dependent(
-                cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
-            )
-            return results
+        try:
+            with telling(stacks=traced.stacks_by_path(params)):
+                if _is_forced.get():
+                    return in_backward(*inputs)
+                # New functions in each call, because JAX caches traces by function.
+                results: Results = jax.lax.platform_dependent(
+                    cpu=lambda: ordinary(*inputs), default=lambda: in_backward(*inputs)
+                )
+                return results
+        except ValueError as error:
+            remedy = "`jax.vmap` cannot slice that: keep an ensemble in device memory"
+            host_memory.add_note(error, _NAME, remedy, params=params, state=state)
+            raise
 
     return step
 

@@ -29,7 +29,7 @@ from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
-from jgrad._trees import checks, trees, variables
+from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.explained import Transformation, check_keywords, keywords_of
 from jgrad._trees.forms import SMALLEST, Blocks
 from jgrad._trees.protocols import PyTree, state_of
@@ -464,6 +464,9 @@ def _in_state(
     return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 
+_ON_DEVICE = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"
+_IN_STEP = "`step_in_backward`, which fetches a layer at a time"
+
 # ---- trees as users have them ------------------------------------------------------------------
 
 
@@ -475,6 +478,7 @@ def pair(
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
+    offloads: bool = False,
 ) -> Transformation:
     """The transformation of that name, of functions that see arrays alone.
 
@@ -485,10 +489,13 @@ def pair(
       kind: of the state, which has to be one that `init` made; None where it may be any.
       handed_on: which extra arguments `update` reads itself, too.
       checks_options: whether `update` itself knows which of the options a call may change.
+      offloads: whether its state may lie in host memory, and parameters for `init`.
     """
     taken = keywords_of(update, handed_on)
 
     def init_of_model(params: PyTree) -> Any:
+        if not offloads:
+            host_memory.refuse(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
         return variables.blocks_of_variables(init(arrays_of(params)))
 
     def update_of_model(
@@ -496,6 +503,11 @@ def pair(
     ) -> tuple[PyTree, Any]:
         if extra_args:
             check_keywords(name, extra_args, taken, checks_options=checks_options)
+        host_memory.refuse(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")
+        host_memory.refuse(name, "params", params, f"{_IN_STEP}, or {_ON_DEVICE}")
+        if not offloads:
+            around = "`offload` around all of it"
+            host_memory.refuse(name, "state", state, f"{around}, or {_ON_DEVICE}")
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
         if not (kind is None or isinstance(state, kind)):

@@ -92,4 +92,4 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
         steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
         return steps, host_memory.where_they_lay(new, state)
 
-    return inside.marked_as_offload(pair(init, update, _NAME))
+    return inside.marked_as_offload(pair(init, update, _NAME, offloads=True))

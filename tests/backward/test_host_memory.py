@@ -14,6 +14,7 @@ from jgrad._backward import portions
 from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
+from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
 
 pytestmark = pytest.mark.skipif(
@@ -365,3 +366,63 @@ def test_donation(order):
         params, state = (x for x in results if not isinstance(x, jax.Array))
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
     assert set(kinds(state.inner.mw["layers"])) == {"pinned_host"}
+
+
+# ---- bad input ---------------------------------------------------------------------------------
+
+MOVED = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"
+IN_STEP = "`step_in_backward`, which fetches a layer at a time"
+
+
+def wrong_calls():
+    tx, params = adam(), models.params()
+    state, there = tx.init(params), on_host(params)
+    return {
+        "`params` at ['first']": (tx.init, (there,), f"`offload` around it, or {MOVED}"),
+        "`updates` at ['first']": (tx.update, (there, state, params), f"{IN_STEP}, or {MOVED}"),
+        "`params` at ['first'] ": (tx.update, (params, state, there), f"{IN_STEP}, or {MOVED}"),
+        "`params` at ['first']  ": (
+            functools.partial(jgrad.apply_gradients, tx), (params, state, there), f"{IN_STEP}, or {MOVED}"),
+        "`state` at .mw['first']": (
+            tx.update, (params, on_host(state), params), f"`offload` around all of it, or {MOVED}"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", wrong_calls() if jax.__version_info__ >= (0, 10) else [])
+def test_arrays_that_nothing_fetches(name):
+    """Parameters, gradients or a state in host memory outside of `step_in_backward`."""
+    function, args, expected = wrong_calls()[name]
+    message = f"adam: {name.strip()}: in host memory, expected {expected}."
+    assert_error(ValueError, message, lambda: jax.jit(function)(*args))
+
+
+def test_what_is_not_fetched_in_a_block():
+    """The carry, and what a block closes over."""
+    params, x = models.params(), models.batch()
+    other = on_host(params["last"])
+    expected = "it on the device: only layers and `xs` are fetched"
+    assert_error(
+        ValueError,
+        f"scan_layers: `carry`: in host memory, expected {expected}.",
+        lambda: jgrad.scan_layers(models.block, params["layers"], on_host(x)),
+    )
+    closes = lambda layer, x: models.block(layer, x) @ other
+    with pytest.raises(ValueError, match="memory_space") as caught:
+        jgrad.scan_layers(closes, params["layers"], x)
+    remedy = "`block` may not close over one: pass it as `xs`, or move it to the device"
+    assert f"scan_layers: an array in host memory; {remedy}." in caught.value.__notes__
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_ensemble_on_the_host(form):
+    """JAX cannot batch slices of host memory."""
+    tx = adam()
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), models.params())
+    state = jax.vmap(tx.init)(params)
+    step = jax.vmap(jgrad.step_in_backward(tx, models.loss), (0, 0, None))
+    given = params, on_host(state)
+    with FORMS[form](), pytest.raises(ValueError, match="memory_space") as caught:
+        jax.jit(step)(*given, models.batch())
+    remedy = "`jax.vmap` cannot slice that: keep an ensemble in device memory"
+    note = f"step_in_backward: `state` at .step in host memory; {remedy}."
+    assert note in caught.value.__notes__
