@@ -485,7 +485,7 @@ MUTATIONS = [
     Mutation("numerics.saturating_float32", "watch: a finite norm in float64 is infinite", "clipped(X, _)", "X", WATCH),
     Mutation("noted_branch", "notes: those of a window that is open", "(otherwise(), X)", "(otherwise(), jax.tree.map(jnp.zeros_like, X))", WATCH),
     Mutation("Model.replaced", "layers read a number of the stack as the last one has left it", "in_loop and cut is SAME", "False", REPORTS),
-    Mutation("_Step.updated", "nothing keeps an update from being moved behind the loop", "new, flow = shardings.barrier((model.kept(update.owned(made)), flow))", "new = update.owned(made)", LEAVES),
+    Mutation("_Step.updated", "nothing keeps an update from being moved behind the loop", "new, flow = shardings.barrier((new, flow))", "new = list(new)", LEAVES),
     Mutation("_Step.__init__", "leaves whose update needs a number of all do not wait", "read[None] and not first_pass", "False", LEAVES),
     Mutation("_Step.__init__", "leaves of which another library knows a norm do not wait", "made.looks_at_several(given)", "False", LEAVES),
     Mutation("TracedLoss._first_read", "a leaf that two pieces read is updated twice", "left -= read", "pass", LEAVES),

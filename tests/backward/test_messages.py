@@ -200,8 +200,6 @@ OF_TX = {
     "accumulate": (lambda: jgrad.accumulate(adam(), 2), {},
      at_once("accumulate", f"use {LARGER}, or the ordinary step")),
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
-    "offload": (lambda: optax.chain(jgrad.offload(adam())), {"state": (jax.eval_shape(adam().init, PARAMS),)},
-     "step_in_backward: `tx`: `offload`, inside another transformation; expected it around all of `tx`."),
     "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
     "another library's, of leaves in no stack": (lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
      {}, other("adam")),
