@@ -18,6 +18,7 @@ from tests.backward import models
 from tests.backward.models import AXES
 from tests.backward.recipes import FIRST, NONE, adam, clipped, muon
 from tests.multi_device.meshes import mesh_of, place, specs_of
+from tests.support.memory import on_host
 
 DEVICES = 2  # along each axis
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -176,12 +177,14 @@ class Method(NamedTuple):
       options: of the step.
       dtype: of the weights.
       has_norms: whether it has some of layers.
+      on_host: whether weights and state lie in the memory of the hosts.
     """
 
     make: Any
     options: Any = NONE
     dtype: Any = jnp.float64
     has_norms: bool = False
+    on_host: bool = False
 
 
 def skip(axes):
@@ -190,7 +193,7 @@ def skip(axes):
 
 METHODS = {
     "skip(clip)": Method(skip, FIRST, has_norms=True),
-    "offload": Method(lambda axes: jgrad.offload(adam())),
+    "on hosts": Method(lambda axes: adam(), on_host=True),
     "8 bits": Method(lambda axes: adam(moment_dtype="8bit", mesh_axes=axes), dtype=jnp.float32),
     "muon": Method(lambda axes: muon(mesh_axes=axes), has_norms=True),
     "lamb": Method(lambda axes: jgrad.lamb(1e-2, layer_axes=AXES, mesh_axes=axes), has_norms=True),
@@ -260,6 +263,8 @@ def _under_jit(way, of, method, make):
             step = make(method, tx, functools.partial(explicit_loss, of=of))
         params = place(parameters(method.dtype), mesh, of)
         state = jax.jit(tx.init, out_shardings=jgrad.state_shardings(tx, params))(params)
+        if method.on_host and make is _backward:
+            params, state = on_host((params, state))
         args = [place(gates(), mesh, of_xs)]
         of_batch = functools.partial(place, mesh=mesh, specs=P("d"))
         return _run(method, jax.jit(step), params, state, args, of_batch)
@@ -279,6 +284,8 @@ def _in_shard_map(way, of, method, make):
     params = place(parameters(method.dtype), mesh, of)
     places = jgrad.state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=places)(params)
+    if method.on_host and make is _backward:
+        params, state = on_host((params, state))
     of_xs = P(None, "m") if "m" in of["layers"]["up"] else P()
     own = of, specs_of(places)
     mapped = jax.shard_map(

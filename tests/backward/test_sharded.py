@@ -22,13 +22,14 @@ from tests.backward.on_devices import CASES, METHODS
 from tests.backward.recipes import FIRST, adam, clipped
 from tests.multi_device.meshes import mesh_of, place
 from tests.support.errors import assert_error
+from tests.support.memory import kinds
 
 # Each way with each place that differs there; of methods, one that has most to go wrong.
 QUICK = [
     *("Auto-FSDP-8 bits", "Auto-layers-8 bits", "Auto-tensor-muon", "Explicit-both-8 bits"),
     *("checked-FSDP-8 bits", "checked-tensor-skip(clip)", "unchecked-data-8 bits"),
     *("unchecked-FSDP-skip(clip)", "unchecked-tensor-muon", "pmap-data-muon", "pmap-FSDP-8 bits"),
-    *("Auto-FSDP-offload", "checked-FSDP-offload"),
+    *("Auto-FSDP-on hosts", "Explicit-FSDP-on hosts", "checked-FSDP-on hosts"),
 ]
 
 
@@ -64,14 +65,15 @@ def assert_replicas_agree(tree):
 @pytest.mark.slow(always=QUICK)
 @of_cases
 def test_as_on_one_device(x64, way, where, name):
-    if name == "offload" and jax.__version_info__ < (0, 10):
+    if METHODS[name].on_host and jax.__version_info__ < (0, 10):
         pytest.skip("The CPU of JAX 0.8 moves nothing to its host's memory.")
     found, expected = on_devices.ran(way, where, name), on_devices.on_one_device(name)
     if way != "pmap":  # which checks it where it joins the parts
         assert_replicas_agree((found.params, found.state))
         assert_as_on_one_device(found.state, expected.state, METHODS[name].dtype)
-        if name == "offload":
-            assert {x.sharding.memory_kind for x in jax.tree.leaves(found.state)} == {"pinned_host"}
+        if METHODS[name].on_host:
+            arrays = [x for x in jax.tree.leaves((found.params, found.state)) if x.ndim]
+            assert set(kinds(arrays)) == {"pinned_host"}
     assert_as_on_one_device(found.params, expected.params, METHODS[name].dtype)
 
 
