@@ -50,6 +50,10 @@ def scan_layers(
     one, each as soon as its gradient is known, so the gradients of all layers never exist at the
     same time.
 
+    Layers and `xs` may lie in host memory. Each is fetched for its turn, so that a forward pass, as
+    in evaluation or generation, has one layer on the device. In an ordinary `jax.grad` a layer is
+    fetched again in the backward pass, and the gradients of the layers lie on the host, too.
+
     In such a loss, each leaf of `layers` has to be one of the parameters, either as it is, or cast
     or transposed as a whole. You can call the model inside `jax.jit`, `jax.checkpoint`, or
     `jax.vmap` over its inputs, but only `remat` decides what is recomputed. Inside `block`, you can

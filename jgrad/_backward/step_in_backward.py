@@ -71,8 +71,15 @@ def step_in_backward(
     and XLA keeps that until the last layer is done. Here a loop goes backwards over the layers: it
     reads the weights and moments of one layer, computes its gradient, and writes the new weights
     and moments in their place. With bfloat16 weights and moments in 8 bits, the whole step peaks
-    at 4 bytes per parameter instead of 6. With `offload(tx)`, the moments of the layers stay in
-    host memory, and only those of the current layer are on the device.
+    at 4 bytes per parameter instead of 6.
+
+    Weights and state may lie in host memory, where JAX's types say so: what lies there is fetched
+    for its layer, in the forward pass and again in the backward pass, and the new arrays go back.
+    Then only one layer is on the device, and the depth of the model costs no device memory.
+    `offload(tx)` places the state, and `jax.device_put(params["layers"], jax.memory.Space.Host)` the
+    weights. Leaves outside of stacks, such as an embedding, are fetched whole by the loss, but
+    updated in slices of rows where the method is elementwise. They need a number of rows that
+    slices of 32 or more divide; and on a mesh with automatic axes, `mesh_axes`.
 
     The loss calls `scan_layers` for each stack of layers that it has. All other leaves are updated
     as soon as their own gradients are known, a head before the layers and an embedding last; or
@@ -95,8 +102,7 @@ def step_in_backward(
     `tx` gets as `loss=`; so does `clip_by_global_norm(..., of="previous")`.
 
     Transformations that need the gradients of all layers at once are refused: `accumulate`, `zero`,
-    `pack_small`, and packed trees. So is an `offload` of moments in 8 bits, since XLA for TPUs
-    would copy the whole stack of codes for each layer. Options of this library that are functions
+    `pack_small`, and packed trees. Options of this library that are functions
     are called with the shapes of all parameters. Functions passed to another library, such as the
     labels of `optax.partition`, see a layer as a stack of one, with None for every other leaf, so
     let them look at names.
