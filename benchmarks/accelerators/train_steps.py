@@ -87,7 +87,10 @@ STATE, ALL = "state", "weights and state"
 
 def on_host(moment_dtype: Any, what: str) -> Recipe:
     """AdamW with weights in bfloat16, and with moments of some dtype."""
-    make = lambda: jgrad.stochastic_rounding(_adamw(moment_dtype=moment_dtype))
+
+    def make() -> optax.GradientTransformation:
+        return jgrad.stochastic_rounding(_adamw(moment_dtype=moment_dtype))
+
     return Recipe(make, _BF16, on_host=what)
 
 

@@ -5,7 +5,7 @@ ever on the device, and none of them is fetched early: XLA moves copies in front
 not out of a loop that needs the gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -36,19 +36,23 @@ class Sliced(NamedTuple):
 
 
 def updates_of_rows(
-    whole: Whole, model: Model, leaves: Portion, rest: Portion, update_of: UpdateOf
+    whole: Whole,
+    model: Model,
+    positions: Sequence[int],
+    rest: Portion,
+    update_of: UpdateOf,
 ) -> list[ShareUpdate]:
     """The updates of slices, of those leaves whose method is elementwise, and that can be cut so.
 
     Args:
       whole: the transformation, and all parameters.
       model: where arrays lie.
-      leaves: some in no stack.
+      positions: of leaves in no stack, whose rows are not sharded.
       rest: owns what is of no leaf.
       update_of: see there.
     """
     found = []
-    for i in leaves.positions:
+    for i in positions:
         rows = whole.rows(i)
         if rows is None:
             continue

@@ -75,11 +75,11 @@ def step_in_backward(
 
     Weights and state may lie in host memory, where JAX's types say so: what lies there is fetched
     for its layer, in the forward pass and again in the backward pass, and the new arrays go back.
-    Then only one layer is on the device, and the depth of the model costs no device memory.
-    `offload(tx)` places the state, and `jax.device_put(params["layers"], jax.memory.Space.Host)` the
-    weights. Leaves outside of stacks, such as an embedding, are fetched whole by the loss, but
-    updated in slices of rows where the method is elementwise. They need a number of rows that
-    slices of 32 or more divide; and on a mesh with automatic axes, `mesh_axes`.
+    Then only one layer is on the device, and the depth of the model costs no device memory. Place
+    the state by `offload(tx)`, and weights by `jax.device_put(layers, jax.memory.Space.Host)`.
+    Leaves outside of stacks, such as an embedding, are fetched whole by the loss, but updated in
+    slices where the method is elementwise, and the number of rows is a multiple of 32 for some
+    number of slices. On a mesh with automatic axes, that needs `mesh_axes`.
 
     The loss calls `scan_layers` for each stack of layers that it has. All other leaves are updated
     as soon as their own gradients are known, a head before the layers and an embedding last; or
@@ -291,7 +291,9 @@ class _Step:
 
         def sliced(leaves: Portion) -> Sliced:
             """Some leaves in no stack."""
-            rows = updates_of_rows(whole, model, leaves, rest, update_of)
+            # Slices of rows that are sharded would be gathered.
+            some = [i for i in leaves.positions if not self._has_sharded_rows(i)]
+            rows = updates_of_rows(whole, model, some, rest, update_of)
             if not rows:
                 return Sliced(rows, None, update(leaves))
             cut = [i for x in rows for i in x.portion.positions]
@@ -448,6 +450,12 @@ class _Step:
         of_last = self._of_user(last, [self._or_zeros(i, grads[i]) for i in last])
         waiting |= zip(last, of_last, strict=True)
         return [waiting[i] for i in positions]
+
+    def _has_sharded_rows(self, i: int) -> bool:
+        """Whether a leaf is sharded along its first axis, as far as types or a user say it."""
+        place = self._places[i] if self._places else None
+        of_type = jax.typeof(self._model.leaves[i]).sharding.spec
+        return any(spec and spec[0] is not None for spec in (of_type, place and place.spec))
 
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._arithmetic.elementwise import inner_equations
@@ -14,6 +15,7 @@ from jgrad._backward import portions
 from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
+from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
 
@@ -147,6 +149,31 @@ def test_embedding_and_head_in_slices(name):
     assert kinds(found[:2]) == kinds(given)
     expected = models.run(step, params, state, batches)
     models.assert_equal(on_device(found), expected, roundings=ROUNDINGS)
+
+
+@pytest.mark.parametrize(
+    ("cut", "count"), [(P("d"), 0), (P(None, "d"), 1)], ids=["rows", "columns"]
+)
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.usefixtures("four_slices")
+def test_slices_of_a_sharded_embedding(axes, cut, count):
+    """Rows that are sharded stay whole, by types or by `mesh_axes`; then slices would be gathered."""
+    mesh, tx = mesh_of(axes, d=2), adam()
+    specs = jax.tree.map(lambda x: P(), decoder_params()) | {"embedding": cut}
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), decoder_params(), specs
+        )
+        state = jax.jit(tx.init, out_shardings=jgrad.state_shardings(tx, params))(params)
+
+        def loss(params, tokens):
+            if axes == AxisType.Explicit:
+                params = params | {"embedding": jax.sharding.reshard(params["embedding"], P())}
+            return decoder_loss(params, tokens)
+
+        step = jgrad.step_in_backward(tx, loss, mesh_axes=specs if axes == AxisType.Auto else None)
+        given = params | {"embedding": on_host(params["embedding"])}, state
+        assert loops(step, *given, tokens()) - loops(step, params, state, tokens()) == count
 
 
 @pytest.mark.usefixtures("four_slices")
