@@ -41,7 +41,7 @@ RATE = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 1000)
 
 
 def matrices(params: Any) -> Any:
-    """The usual mask: biases and scales of norms neither decay nor have a trust ratio."""
+    """The usual mask: biases and scales of norms, which have one axis in all of these models."""
     return jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 

@@ -59,15 +59,15 @@ CASES = {
     "AdamW of optax, float32 weights": Case(_OF_OPTAX),
     "AdamW of optax, bfloat16 weights": Case(_OF_OPTAX._replace(dtype=jnp.bfloat16)),
     "AdamW, float32 weights": Case(RECIPES["AdamW"]),
-    "AdamW in 8 bits, bfloat16 weights": Case(_EIGHT_BITS),
-    "the same, in nnx": Case(_EIGHT_BITS, flax_decoders.in_nnx),
-    "the same, clipped, and skipped if not finite": Case(_CLIPPED),
-    "the same, with tied embeddings": Case(_EIGHT_BITS, _tied),
-    "the same, with the head in slices": Case(_EIGHT_BITS, _in_slices),
-    "the same, of 8 sequences": Case(_EIGHT_BITS, sequences=8),
-    "the same, of 8 sequences, with the head in slices": Case(_EIGHT_BITS, _in_slices, 8),
-    "AdamW, bfloat16 weights, float32 moments in host memory": Case(ON_HOST),
-    "the same in host memory, with the head in slices": Case(ON_HOST, _in_slices),
+    "AdamW in 8 bits": Case(_EIGHT_BITS),
+    "AdamW in 8 bits, nnx": Case(_EIGHT_BITS, flax_decoders.in_nnx),
+    "AdamW in 8 bits, clipped and skipped": Case(_CLIPPED),
+    "AdamW in 8 bits, tied embeddings": Case(_EIGHT_BITS, _tied),
+    "AdamW in 8 bits, head in slices": Case(_EIGHT_BITS, _in_slices),
+    "AdamW in 8 bits, 8 sequences": Case(_EIGHT_BITS, sequences=8),
+    "AdamW in 8 bits, 8 sequences, head in slices": Case(_EIGHT_BITS, _in_slices, 8),
+    "AdamW, moments in host memory": Case(ON_HOST),
+    "AdamW, moments in host memory, head in slices": Case(ON_HOST, _in_slices),
 }
 
 # By "target case": bytes per parameter of each form.
@@ -105,8 +105,8 @@ PICTURED = {
     "optax, float32": ("AdamW of optax, float32 weights", 0),
     "jgrad, float32, in the backward pass": ("AdamW, float32 weights", 1),
     "optax, bfloat16": ("AdamW of optax, bfloat16 weights", 0),
-    "jgrad, bfloat16, 8 bits": ("AdamW in 8 bits, bfloat16 weights", 0),
-    "jgrad, bfloat16, 8 bits, in the backward pass": ("AdamW in 8 bits, bfloat16 weights", 1),
+    "jgrad, bfloat16, 8 bits": ("AdamW in 8 bits", 0),
+    "jgrad, bfloat16, 8 bits, in the backward pass": ("AdamW in 8 bits", 1),
 }
 
 

@@ -30,9 +30,9 @@ PAGE = """\
 :file: ../benchmarks/accelerators/decoder_peaks.svg
 ```
 
-Compiled, not run, for a decoder with 268 million parameters. With "8 bits", a moment takes a byte;
-"in the backward pass", each layer is updated as soon as its gradient is known. In bfloat16, optax's
-second moment never decays ([more](/four_bytes.md#the-peak)).
+Compiled, not run, for a decoder with 268 million parameters and one sequence of 512 tokens. With "8
+bits", a moment takes a byte; "in the backward pass", each layer is updated as soon as its gradient
+is known. In bfloat16, optax's second moment never decays ([more](/four_bytes.md#the-peak)).
 
 ```{include} ../README.md
 :start-line: FIRST

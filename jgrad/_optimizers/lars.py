@@ -313,7 +313,7 @@ def lars(
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}
-      >>> mask = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+      >>> mask = jgrad.by_path({"w": True}, rest=False)
       >>> tx = jgrad.lars(1.0, weight_decay=1e-4, weight_decay_mask=mask, trust_ratio_mask=mask)
       >>> state = tx.init(params)
       >>> updates, state = jax.jit(tx.update)(grads, state, params)

@@ -58,8 +58,8 @@ def test_the_picture_of_the_home_page():
 
 # Bytes per parameter at most, in the backward pass.
 LIMITS = {
-    "AdamW in 8 bits, bfloat16 weights": {"v5e": 4.5, "h100": 4.5},
-    "the same, with the head in slices": {"v5e": 4.4, "h100": 4.4},
+    "AdamW in 8 bits": {"v5e": 4.5, "h100": 4.5},
+    "AdamW in 8 bits, head in slices": {"v5e": 4.4, "h100": 4.4},
 }
 
 

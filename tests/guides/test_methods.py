@@ -76,7 +76,11 @@ def own_method(names, printed):
 
 def weights(seed):
     """Leaves of one size, so that steps of all methods matter."""
-    shapes = {"embed": (50, 8), "block": {"w": (8, 16), "b": (16,)}, "head": (16, 10)}
+    shapes = {
+        "embed": {"embedding": (50, 8)},
+        "block": {"kernel": (8, 16), "bias": (16,)},
+        "head": {"kernel": (16, 10)},
+    }
     zeros = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
     drawn = optax.tree.random_like(jax.random.key(seed), zeros)
     return jax.tree.map(lambda x: 0.02 * x / jnp.sqrt(jnp.mean(x**2)), drawn)

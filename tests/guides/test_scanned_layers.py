@@ -87,6 +87,22 @@ def test_script(title, standard_promotion):
 # ---- variants ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_intermediates_in_linen(standard_promotion):
+    """A block that returns them beside `x` trains as without, and they are stacked."""
+    text = script(LINEN)
+    for old, new in {
+        "nn.Dense(16)(hidden), None": "nn.Dense(16)(hidden), jnp.max(hidden)",
+        "x, None)[0]": "x, None)",
+        "x = jgrad.scan_layers(": "x, largest = jgrad.scan_layers(",
+        '["layers"], x)': '["layers"], x, has_ys=True)\n            assert largest.shape == (3,)',
+    }.items():
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    with forced():
+        models.assert_equal(trained(f"import jax.numpy as jnp\n{text}"), trained(script(LINEN)), 32)
+
+
 def test_boxes_on_a_mesh(standard_promotion):
     """On a mesh, flax looks at the axes that they name."""
     old, new = 'self.variables["params"]["layers"]', variants(LINEN)[1].strip()

@@ -4,6 +4,7 @@ import collections
 
 import chex
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,6 +250,46 @@ def test_layers_places_and_masks():
     assert not isinstance(state.mw["a"], jgrad.Blocks)
     packed = [jgrad.pack(stacked, layer_axes=x) for x in (axes, axes(stacked))]
     assert_equal(*packed)
+
+
+class Block(nn.Module):
+    """With biases of two axes, of three in a stack, and a norm."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = nn.LayerNorm()(x)
+        return x + nn.MultiHeadDotProductAttention(num_heads=2)(y, y), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = x + self.param("pos_embedding", nn.initializers.normal(), x.shape)
+        split = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Block, **split, length=3)()(x, None)[0]
+
+
+KERNELS = jgrad.by_path({"**/kernel": True}, rest=False)
+DECAYED = {"weight_decay": 0.1, "weight_decay_mask": KERNELS}
+RATIOS = DECAYED | {"trust_ratio_mask": KERNELS}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        pytest.param(jgrad.adam(0.1, **DECAYED), id="adam"),
+        pytest.param(jgrad.lamb(0.1, **RATIOS), id="lamb"),
+        pytest.param(jgrad.lars(0.1, **RATIOS), id="lars"),
+        pytest.param(optax.adamw(0.1, weight_decay=0.1, mask=KERNELS), id="optax"),
+    ],
+)
+def test_kernels_of_flax_by_name(tx, standard_promotion):
+    """The mask of the guides: only kernels decay, or have a trust ratio; the others step by 0.1."""
+    shapes = jax.eval_shape(Stack().init, jax.random.key(0), jnp.ones((1, 4, 8)))
+    params, grads = (jax.tree.map(lambda x, n=n: jnp.full(x.shape, n), shapes) for n in (2.0, 1.0))
+    updates = jax.tree.leaves_with_path(tx.update(grads, tx.init(params), params)[0])
+    others = {path[-1].key for path, x in updates if not np.allclose(x, -0.1, rtol=1e-5)}
+    assert others == {"kernel"}
 
 
 def test_masks_and_labels_of_optax():
