@@ -290,7 +290,23 @@ class Inputs(Parameters):
         for i, (moment, x) in enumerate(zip(arg.leaves, updated, strict=True)):
             if self.is_updated[i]:
                 self._check_kind(arg, i, moment, x, shapes is not None, real=real)
+            elif self.w is None and moment is not None and self.reference.leaves[i] is not None:
+                came = checks.describe(self.reference.leaves[i])
+                expected = f"a floating dtype, since `{name}` has an array for it"
+                self.reference.fail(i, TypeError, f"{came}, expected {expected}")
         checks.same_shapes(arg, self.reference._replace(leaves=updated))
+        return list(arg.leaves)
+
+    def copies(self, name: str, tree: PyTree) -> list[Any]:
+        """The leaves of a part of the state that has copies or averages of parameters.
+
+        None where nothing is updated and `init` saw no parameter, as in a part of a model.
+        """
+        arg = self.like_reference(name, tree).with_arrays()
+        for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
+            if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
+                _check_array(arg, i, x, jnp.iscomplexobj(p))
+        checks.same_shapes(arg, self.reference)
         return list(arg.leaves)
 
     def _check_kind(
@@ -305,14 +321,10 @@ class Inputs(Parameters):
         if isinstance(moment, Factors) or isinstance(x, Factors):
             expected = "an array" if isinstance(moment, Factors) else "Factors"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {OTHER_FORM}")
-        complex_ = jnp.iscomplexobj(x) and not real
-        kind = jnp.complexfloating if complex_ else jnp.floating
-        if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
-            expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
-            if is_of_some:
-                expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
-            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
-        return None
+        remedy = f"; {OTHER_LEAVES}" if is_of_some else ""
+        if x is None:
+            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected None{remedy}")
+        return _check_array(arg, i, moment, jnp.iscomplexobj(x) and not real, remedy)
 
     def _check_factors(self, arg: ArgLeaves, i: int, moment: Factors, x: Factors) -> None:
         for name, of_moment, of_x in zip(Factors._fields, moment, x, strict=True):
@@ -346,6 +358,14 @@ _NOT_PACKED = (
 OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
+
+
+def _check_array(arg: ArgLeaves, i: int, x: Any, is_complex: bool, remedy: str = "") -> None:
+    """A leaf of a state is an array of floating numbers, or of complex ones."""
+    kind = jnp.complexfloating if is_complex else jnp.floating
+    if not (checks.is_array(x) and jnp.issubdtype(x.dtype, kind)):
+        expected = f"an array of a {'complex' if is_complex else 'real floating'} dtype{remedy}"
+        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _only(spec: PartitionSpec, names: Collection[str], ndim: int) -> tuple[tuple[str, ...], ...]:

@@ -1,5 +1,6 @@
 """`carry_over` converts a state for another recipe, and reports what became of each part."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -100,8 +101,9 @@ def carry_over(
         checks.one_of(NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
-    old = restored.with_nodes(NAME, old, like, params)
-    form = like
+    from_file = restored.with_nodes(NAME, old, like, params)
+    is_unnamed = packing.any_packed(from_file) and not packing.any_packed(old)
+    old, form = from_file, like
     old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like, as_stored=True)
     before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
@@ -115,6 +117,8 @@ def carry_over(
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
     made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
+    if is_unnamed:
+        account = dataclasses.replace(account, notes=(*account.notes, _UNNAMED))
     if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     expected, structure = trees.flatten(like)
@@ -130,6 +134,12 @@ def carry_over(
         state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
         state = packing.pack(state, like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
+
+
+_UNNAMED = (
+    "buffers of packed leaves, which a file does not name: read by the names of `like` or `params`, "
+    "right if the leaves were called so. Restore others with a target, and `rename` them then."
+)
 
 
 def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:

@@ -34,6 +34,7 @@ METHODS = {
     "trust ratio": lambda: jgrad.scale_by_trust_ratio(),
     "average_params": lambda: jgrad.average_params(optax.identity(), 0.9),
     "clip": lambda: jgrad.clip_by_global_norm(1.0),
+    "clip of previous": lambda: jgrad.clip_by_global_norm(1.0, of="previous"),
 }
 OF_OPTAX = {
     "adam": lambda: optax.adam(0.1),
@@ -72,7 +73,7 @@ WRAPPERS_OF_OPTAX = {
     "masked": lambda tx: optax.masked(tx, IS_MATRIX),
     "masked within": lambda tx: optax.masked(tx, {**IS_MATRIX, "w": False}),
 }
-LABELS = ("a", "b", "count", "ema", "inner", "mu", "step")
+LABELS = ("a", "b", "count", "ema", "inner", "mu", "norm", "step")
 
 
 def of(names, kind):
@@ -168,6 +169,8 @@ def without_named_chains(recipe):
 
 @many
 @given(recipe=recipes(unknown=False).filter(without_named_chains), seed=seeds)
+@example(recipe=("chain", ("method", "clip of previous"), ("method", "sgd")), seed=0)
+@example(recipe=("pack_small", ("method", "clip of previous")), seed=0)
 @example(recipe=("wrapper", "masked within", ("pack_small", ("method", "normuon"))), seed=0)
 def test_the_same_bits_of_a_file(recipe, seed):
     old, like = state_of(recipe, seed), state_of(recipe, seed + 1)
