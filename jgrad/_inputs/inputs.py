@@ -96,10 +96,10 @@ class Parameters:
         return per_array
 
     def per_leaf(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each leaf of the unpacked tree, from one for each array."""
+        """An entry for each leaf of the unpacked tree, from one for each array; None for None."""
         pairs = list(zip(self.specs, entries, strict=True))
         of_leaves = {i: x for spec, x in pairs for i in spec.positions}
-        return [of_leaves[i] for i in range(len(of_leaves))]
+        return list(map(of_leaves.get, range(trees.flatten(self.shapes)[1].num_leaves)))
 
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""

@@ -137,8 +137,8 @@ def carry_over(
 
 
 _UNNAMED = (
-    "buffers of packed leaves, which a file does not name: read by the names of `like` or `params`, "
-    "right if the leaves were called so. Restore others with a target, and `rename` them then."
+    "packed leaves of a file, which does not have their names: read by those in `like` or "
+    "`params`. If they had others, restore the file with a target, and `rename` them."
 )
 
 
