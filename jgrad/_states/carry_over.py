@@ -39,7 +39,8 @@ def carry_over(
 
     Parts are matched by their meaning and by the paths of their parameters, so you can add, remove
     and reorder wrappers. `old` may come from jgrad, from optax, or from orbax restoring without a
-    target. The `value` of a flax variable is not part of a path. Arrays are converted to 8 bits or
+    target; what is packed there has no names, so it gets those in `like` or `params`, with a note.
+    The `value` of a flax variable is not part of a path. Arrays are converted to 8 bits or
     back, and trees are packed or unpacked, as needed. If several parts have the same meaning, they
     are matched in order, so a state of the same recipe comes back bit for bit. With flax's
     `nnx.Optimizer`, pass the `opt_state` of each, and put the result into the new one by
@@ -81,8 +82,9 @@ def carry_over(
 
     Raises:
       ValueError: a first moment is ambiguous, a second one is missing, a leaf has another shape,
-        nothing matches, parameters are missing, or a path in `rename` does not exist; with
-        `strict`, anything is dropped or new.
+        nothing matches, parameters are missing, a path in `rename` does not exist, or `like` and
+        `params` don't have one layout for what a file has packed; with `strict`, anything is
+        dropped or new.
       TypeError: `like` is a transformation, or a leaf has the wrong type.
 
     Example:

@@ -167,7 +167,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
     above the largest finite number is infinite. The derivative at zero is zero.
 
     Args:
-      tree: floating or complex leaves; None and all other leaves are ignored.
+      tree: floating or complex leaves; None and arrays of other dtypes are ignored.
       mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
         `lars`, so that the norm is that of whole leaves.
 

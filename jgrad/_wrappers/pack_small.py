@@ -48,7 +48,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
       If you pass other trees to `optax.tree.map_params`, use `tx` and `unpack(state)` there.
 
     Raises:
-      ValueError: `max_size` is below 0.
+      ValueError: `max_size` is below 0; from `update`, the leaves of the state have other names.
       TypeError: `tx` is not a transformation, or `max_size` is not an int.
 
     Example:

@@ -72,7 +72,7 @@ def test_layers_and_outputs(shape, options, x64):
 
 @pytest.mark.slow
 def test_packed_beside_matrices(x64):
-    """Leaves of a buffer, and None, stand around matrices, which keep their factors."""
+    """Leaves of a buffer stand before, between and behind matrices, which keep their factors."""
     w = {
         "a": normal(3),
         "b": normal(4, 5, seed=1),
@@ -80,15 +80,26 @@ def test_packed_beside_matrices(x64):
         "d": normal(3, 2, seed=3),
     }
     w = {name: jnp.asarray(x) for name, x in w.items()}
-    is_matrix = {name: x.ndim > 1 for name, x in w.items()}
-    w, is_matrix = w | {"aa": None}, is_matrix | {"aa": False}
-    tx = jgrad.soap(RATE, matrices=is_matrix, every=1)
+    tx = jgrad.soap(RATE, matrices={name: x.ndim > 1 for name, x in w.items()}, every=1)
     grads = [jax.tree.map(lambda x, t=t: jnp.cos(3 * x + t), w) for t in range(4)]
     pack = functools.partial(jgrad.pack, max_size=5)
     found, packed = train(tx, pack(w), list(map(pack, grads)))
     expected, state = train(tx, w, grads)
     chex.assert_trees_all_close(jgrad.unpack(found), expected, rtol=1e-9)
     chex.assert_trees_all_close(packed.factors, state.factors, rtol=1e-9, atol=1e-9)
+
+
+def test_none_in_a_packed_tree():
+    """As in the tree: a matrix behind it keeps its factors, and nothing is an error."""
+    w = {"a": jnp.ones(3), "b": None, "c": jnp.ones((4, 5))}
+    tx = jgrad.soap(RATE, matrices={"a": False, "b": False, "c": True}, every=1)
+
+    def step(w):
+        updates, state = tx.update(w, tx.init(w), w)
+        return jgrad.unpack(updates), state.factors
+
+    shapes = [jax.eval_shape(step, tree) for tree in (w, jgrad.pack(w, max_size=5))]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.slow
