@@ -69,7 +69,7 @@ def _has_numbers_alone(x: PyTree) -> bool:
     return fields is not None and {"zero", "like", "measured"}.issuperset(fields.roles.values())
 
 
-def _kind(x: PyTree, states: Collection[type] = ()) -> Any:
+def _kind(x: PyTree, states: Collection[Any] = ()) -> Any:
     """The type of node whose fields a dictionary has, in arrays as no model has them; or None."""
     if not isinstance(x, dict):
         return None
