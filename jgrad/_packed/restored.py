@@ -18,7 +18,7 @@ from jgrad._trees.protocols import PyTree
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
 
-    And with states of numbers alone that `likes` have, whose fields a layer may be called, too.
+    And with states of numbers alone, if `likes` have one: a layer may have the name of its field.
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
     """
@@ -31,7 +31,8 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
             return x
         if kind is not Packed:  # in a variable, if its fields are variables
             node = _of_arrays(kind, x)
-            return {"value": node} if isinstance(x[kind._fields[0]], dict) else node
+            is_of_variables = kind not in states and isinstance(x[kind._fields[0]], dict)
+            return {"value": node} if is_of_variables else node
         pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
         buffers = {name: b if own is None else _of_arrays(own, b) for name, b, own in pairs}
         layouts, came = _layouts(buffers, path, likes), "the buffers of a packed tree"

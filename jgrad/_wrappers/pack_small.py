@@ -136,6 +136,10 @@ def _in_containers_of(layout: Layout, old: Layout, inputs: Inputs) -> Layout:
         if inputs.w is None:  # of gradients, the dtypes may be others
             of_state = ArgLeaves.from_tree(_NAME, "state", old.tree())
             checks.same_shapes(inputs.reference, of_state)
+            for i, x in enumerate(of_state.leaves):
+                if x is None and inputs.is_updated[i]:
+                    came = checks.describe(inputs.g[i])
+                    inputs.reference.fail(i, TypeError, f"{came}, expected None, as in `state`")
         elif not layout.is_part_of(old):
             phrase = next(layout.__jgrad_differences__(old, name, "it"))
     if phrase:

@@ -120,6 +120,9 @@ def test_a_state_of_other_parameters():
     assert_error(ValueError, message.format("apart, "), lambda: apart.update(w, tx.init(w), w))
     message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
     assert_error(ValueError, message, lambda: tx.update(w, state))
+    came = "an array of float32 and shape (4,), expected None, as in `state`."
+    frozen = tx.init(w | {"b": None})
+    assert_error(TypeError, f"pack_small: `updates` at ['b']: {came}", lambda: tx.update(w, frozen))
 
 
 IN = {
