@@ -87,7 +87,6 @@ MUTATIONS = [
     Mutation("restored._in_order", "the third part of a file is behind the eleventh", "len(X) > 10 and _", "False", OTHER_LEAVES + " -k twelve"),
     Mutation("_has_numbers_alone", "the norm of a clip is lost in files", "X is not None and _", "False", "tests/states/test_same_recipe.py"),
     Mutation("Inputs.copies", "a copy that is not there", "x is not None or _", "x is not None", "tests/wrappers/test_messages.py"),
-    Mutation("_check_array", "complex copies of real weights", "checks.is_array(X) and _", "checks.is_array(X)", "tests/wrappers/test_messages.py"),
     Mutation("_check_copies", "master copies of integers", "not _is_real(copy)", "copy is None", "tests/wrappers/test_messages.py"),
     Mutation("Inputs.moment", "integers are no gradient without parameters", "self.w is None and _ and _", "False", MESSAGES),
     Mutation("clip._inexact", "integers of Python are no part of a norm", "isinstance(_, int)", "False", "tests/wrappers/test_messages.py"),

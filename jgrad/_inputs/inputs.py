@@ -305,7 +305,7 @@ class Inputs(Parameters):
         arg = self.like_reference(name, tree).with_arrays()
         for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
             if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
-                _check_array(arg, i, x, jnp.iscomplexobj(p))
+                self._check_kind(arg, i, x, p, is_of_some=False, real=False)
         checks.same_shapes(arg, self.reference)
         return list(arg.leaves)
 
@@ -321,10 +321,14 @@ class Inputs(Parameters):
         if isinstance(moment, Factors) or isinstance(x, Factors):
             expected = "an array" if isinstance(moment, Factors) else "Factors"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {OTHER_FORM}")
-        remedy = f"; {OTHER_LEAVES}" if is_of_some else ""
-        if x is None:
-            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected None{remedy}")
-        return _check_array(arg, i, moment, jnp.iscomplexobj(x) and not real, remedy)
+        complex_ = jnp.iscomplexobj(x) and not real
+        kind = jnp.complexfloating if complex_ else jnp.floating
+        if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
+            expected = f"an array of a {'complex' if complex_ else 'real floating'} dtype"
+            if is_of_some:
+                expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
+            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
+        return None
 
     def _check_factors(self, arg: ArgLeaves, i: int, moment: Factors, x: Factors) -> None:
         for name, of_moment, of_x in zip(Factors._fields, moment, x, strict=True):
@@ -358,14 +362,6 @@ _NOT_PACKED = (
 OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
-
-
-def _check_array(arg: ArgLeaves, i: int, x: Any, is_complex: bool, remedy: str = "") -> None:
-    """A leaf of a state is an array of floating numbers, or of complex ones."""
-    kind = jnp.complexfloating if is_complex else jnp.floating
-    if not (checks.is_array(x) and jnp.issubdtype(x.dtype, kind)):
-        expected = f"an array of a {'complex' if is_complex else 'real floating'} dtype{remedy}"
-        arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
 
 
 def _only(spec: PartitionSpec, names: Collection[str], ndim: int) -> tuple[tuple[str, ...], ...]:
