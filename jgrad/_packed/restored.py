@@ -55,9 +55,9 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
 
 def _in_order(tree: PyTree) -> PyTree:
     """A list for what is one in files of flax by "0" to "11", of which JAX has "10" before "2"."""
-    if isinstance(tree, list):
+    if type(tree) is list:
         return list(map(_in_order, tree))
-    if not isinstance(tree, dict):
+    if type(tree) is not dict:  # others have their own order, and are in no file
         return tree
     parts = {key: _in_order(x) for key, x in tree.items()}
     keys = [str(i) for i in range(len(parts))]
