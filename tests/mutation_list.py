@@ -43,6 +43,7 @@ WATCH = "tests/wrappers/test_watch.py"
 KEYWORDS = "tests/inputs/test_keywords.py"
 NEEDS = "tests/trees/test_needs.py"
 ORDER = "tests/wrappers/test_order.py"
+OTHER_LEAVES = "tests/states/test_other_leaves.py"
 
 
 class Mutation(NamedTuple):
@@ -79,6 +80,17 @@ MUTATIONS = [
     Mutation("pair.update_of_model", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
     Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
     Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
+    Mutation("other_leaves", "leaves of other names are the same", "a.structure == b.structure", "True", OTHER_LEAVES),
+    Mutation("other_leaves", "the order of names does not matter", "x == y", "True", OTHER_LEAVES + " -k order"),
+    Mutation("with_nodes", "of two layouts for a file the first is right", "all(_)", "True", OTHER_LEAVES + " -k file"),
+    Mutation("carry_over", "packed leaves of a file are named in silence", "packing.any_packed(_) and not packing.any_packed(_)", "False", OTHER_LEAVES + " -k file"),
+    Mutation("restored._in_order", "the third part of a file is behind the eleventh", "len(X) > 10 and _", "False", OTHER_LEAVES + " -k twelve"),
+    Mutation("_has_numbers_alone", "the norm of a clip is lost in files", "X is not None and _", "False", "tests/states/test_same_recipe.py"),
+    Mutation("Inputs.copies", "a copy that is not there", "x is not None or _", "x is not None", "tests/wrappers/test_messages.py"),
+    Mutation("_check_copies", "master copies of integers", "not _is_real(copy)", "copy is None", "tests/wrappers/test_messages.py"),
+    Mutation("Inputs.moment", "integers are no gradient without parameters", "self.w is None and _ and _", "False", MESSAGES),
+    Mutation("clip._inexact", "integers of Python are no part of a norm", "isinstance(_, int)", "False", "tests/wrappers/test_messages.py"),
+    Mutation("Parameters.per_leaf", "None in a packed tree has no place", "trees.flatten(self.shapes)[1].num_leaves", "len(of_leaves)", SOAP + " -k none_in"),
     Mutation("restored._array", "variables in files", "X['value'] if _ else X", "X", VARIABLES),
     Mutation("HiddenMatrices._rows", "`value` is a part of a name", "variables.leaves_with_paths(_, _)", "variables.leaves_with_paths(tree, trees.is_leaf, boxes=False)", "tests/everywhere/test_linen.py"),
     Mutation("repeat", "a prefix gives each leaf once", "range(X)", "range(min(X, 1))", "tests/trees"),
@@ -468,7 +480,7 @@ MUTATIONS = [
     Mutation("average_params._at", "ema: a full counter starts again", "jnp.maximum(done - start, 0)", "jnp.maximum(done - start + 1, 1) - 1", "tests/wrappers/test_average_params.py -k full"),
     Mutation("average_params", "parameters before the update are averaged", "parameters.applied(X, Y, _)", "parameters.applied(X, jax.tree.map(jnp.zeros_like, Y))", "tests/wrappers/test_average_params.py"),
     Mutation("_fit", "mixed dtypes of gradients are packed", "len(X) > 1 or Y", "Y", "tests/wrappers/test_pack_small.py"),
-    Mutation("pack_small", "the state of another model", "_.is_part_of(_)", "True", "tests/wrappers/test_pack_small.py"),
+    Mutation("_in_containers_of", "the state of another model", "_.is_part_of(_)", "True", "tests/wrappers/test_pack_small.py"),
     Mutation("zero.zero", "gradients that JAX summed are accepted", "_ is not None and _.is_known_to_be_invariant(_)", "False", DEVICES + "/test_zero.py"),
     Mutation("zero._sliced", "the rows of the first device", "X.slice", "lambda x: x[: X.num_rows(len(x))]", DEVICES + "/test_zero.py"),
     Mutation("_sharded_further", "buffers are sharded along columns", "X[: 1 if _ else None]", "X[::-1]", DEVICES),

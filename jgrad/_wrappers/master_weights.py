@@ -163,13 +163,17 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
         if p is None and copy is not None:
             expected = "None for a parameter that needs no copy"
-        elif p is not None and copy is None and inputs.g[i] is not None:
+        elif p is not None and (copy is not None or inputs.is_updated[i]) and not _is_real(copy):
             expected = f"a float32 copy of a parameter of {p.dtype}"
         else:
             continue
         remedy = "call `init` with parameters of the dtypes that `update` gets"
         copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
     checks.same_shapes(copies, inputs.reference._replace(leaves=half))
+
+
+def _is_real(x: Any) -> bool:
+    return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _is_half(p: Any) -> bool:

@@ -83,9 +83,10 @@ def stochastic_rounding(
     place of the larger of the two weights, as with `master_weights`.
 
     The random bits are a hash of (seed, step, leaf, element), so the state has no key. They are the
-    same on any number of devices, on all replicas, after a restart, and if parameters are packed;
-    inside `shard_map`, this needs `mesh_axes` or `zero`. They repeat after 2^31 updates, when the
-    step counter saturates. Models under `vmap` share their random bits.
+    same on any number of devices, on all replicas, after a restart, and if parameters are packed,
+    unless by `layer_axes` along another axis than the first; inside `shard_map`, this needs
+    `mesh_axes` or `zero`. They repeat after 2^31 updates, when the step counter saturates. Models
+    under `vmap` share their random bits.
 
     Args:
       tx: any transformation. It gets bfloat16 gradients and parameters in float32.

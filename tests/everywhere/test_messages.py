@@ -241,6 +241,13 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1), w=with_b(jnp.arange(3)))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real floating "
      "dtype for a parameter of float32.", lambda: update(jgrad.adam(0.1), g=with_b(jnp.arange(3)))),
+    # Without the parameters, the state says which leaves are trained.
+    *((TypeError, f"{name}: `updates` at ['layer_3']['b']: an array of {x.dtype} and shape (3,), expected a floating "
+       f"dtype, since `state.{field}` has an array for it.", lambda tx=tx, x=x: update(tx, g=with_b(x), w=None, state=tx.init(W)))
+      for name, tx, field in [("adam", jgrad.adam(0.1), "mw"), ("lion", jgrad.skip_nonfinite(jgrad.lion(0.1)), "mw"),
+                              ("muon", jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1), "mw"),
+                              ("accumulate", jgrad.accumulate(jgrad.gradient_descent(0.1), 2), "total")]
+      for x in (jnp.arange(3), X > 0, np.arange(3, dtype=np.int32))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of complex64 and shape (3,), expected a real "
      "floating dtype for a parameter of float32.",
      lambda: update(jgrad.adam(0.1), g=with_b(X.astype(jnp.complex64)))),
