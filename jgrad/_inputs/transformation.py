@@ -481,7 +481,7 @@ def pair(
     Args:
       init: of the parameters.
       update: of one call.
-      name: for messages.
+      name: for messages; a `scale_by_*` makes directions, and no steps.
       kind: of the state, which has to be one that `init` made; None where it may be any.
       handed_on: which extra arguments `update` reads itself, too.
       checks_options: whether `update` itself knows which of the options a call may change.
@@ -489,7 +489,11 @@ def pair(
     taken = keywords_of(update, handed_on)
 
     def init_of_model(params: PyTree) -> Any:
-        return variables.blocks_of_variables(init(arrays_of(params)))
+        state = variables.blocks_of_variables(init(arrays_of(params)))
+        directions = told().directions
+        if directions is not None and name.startswith("scale_by_"):
+            directions.append((name, state))
+        return state
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
