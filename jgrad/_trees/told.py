@@ -107,8 +107,9 @@ def told() -> Told:
     said = _told.get()
     if said is NOTHING or said.trace == trace_state():
         return said
-    of_trace: dict[str, Any] = dict.fromkeys(("commit", "windows", "finite", "notes", "directions"))
-    return said._replace(**of_trace, is_dry=False)
+    return said._replace(
+        commit=None, windows=None, finite=None, notes=None, is_dry=False, directions=None
+    )
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
