@@ -322,7 +322,8 @@ def _say_once(params: Parameters, message: str) -> None:
     where nothing is wrong.
     """
     shapes = [None if x is None else x.shape for x in params.updated_shapes().leaves]
-    if told().share is None and (key := (params.function, message, shapes)) not in _said:
+    key = params.function, message, shapes
+    if told().share is None and key not in _said:
         _said.append(key)
         _LOG.warning(f"{params.function}: {message} Said once for these shapes.")
 
