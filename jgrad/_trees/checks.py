@@ -347,6 +347,21 @@ def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -
         raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")
 
 
+def floating_dtype(
+    function: str, name: str, x: object, expected: str, *, least_exponent: int = 0
+) -> np.dtype:
+    """A real floating dtype by its name or type; not an array, though it has one."""
+    try:
+        read = np.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
+    except TypeError:
+        read = None
+    is_floating = read is not None and jnp.issubdtype(read, jnp.floating)
+    if read is None or not is_floating or jnp.finfo(read).maxexp < least_exponent:
+        came = describe(x) if is_array(x) else repr(x)
+        raise TypeError(f"{function}: `{name}`: {came}, expected {expected}.")
+    return read
+
+
 def boolean(function: str, name: str, value: object) -> None:
     """True or False, and nothing that is only true or false in a condition."""
     if not isinstance(value, (bool, np.bool_)):

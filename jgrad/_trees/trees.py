@@ -27,9 +27,10 @@ def is_none(x: PyTree) -> bool:
 def may_be_function(x: object) -> bool:
     """Whether `x` can be called; without parameters, it is unknown whether it should be.
 
-    No arrays, as variables of flax are, and no rules by path.
+    No arrays, as variables of flax are, no rules by path, and no class, which makes an object.
     """
-    return callable(x) and not (hasattr(x, "__jax_array__") or hasattr(x, "__jgrad_rules__"))
+    is_other = hasattr(x, "__jax_array__") or hasattr(x, "__jgrad_rules__") or isinstance(x, type)
+    return callable(x) and not is_other
 
 
 def opened(x: PyTree) -> PyTree:

@@ -78,7 +78,7 @@ def average_params(
 
     Raises:
       ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
-        inside.
+        inside, or a `scale_by_*` without a learning rate after it.
       TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:

@@ -71,7 +71,8 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: from `init`, another wrapper that rounds weights is inside.
+      ValueError: from `init`, another wrapper that rounds weights is inside, or a `scale_by_*`
+        without a learning rate after it.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}

@@ -82,6 +82,7 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
     def init(params: PyTree) -> PyTree:
         around = "expected it around all of `tx`"
         shares.refuse(_NAME, around, reason="inside another transformation")
+        inside.check_not_in_multi_steps(_NAME)
         host_memory.check(_NAME)
         return host_memory.to_host(tx.init(params))
 

@@ -98,7 +98,7 @@ def schedule_free(
 
     Raises:
       ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
-        inside.
+        inside, or a `scale_by_*` without a learning rate after it.
       TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:

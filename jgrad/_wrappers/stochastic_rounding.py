@@ -102,7 +102,8 @@ def stochastic_rounding(
     Raises:
       TypeError: `tx` is not a transformation, `seed` is not an int, `mesh_axes` has the wrong type,
         or a parameter is in float16 or 8 bits, for which you can use `master_weights`.
-      ValueError: `seed` is below 0; from `init`, another wrapper that rounds weights is inside.
+      ValueError: `seed` is below 0; from `init`, another wrapper that rounds weights is inside, or
+        a `scale_by_*` without a learning rate after it.
 
     Example:
       >>> params = grads = {"w": jnp.ones((64, 256), jnp.bfloat16)}
