@@ -201,7 +201,7 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
     """
     leaves: list[Any] = jax.tree.leaves(grads)
     structure: Structure = jax.tree.structure(grads)
-    axis_of = {i: k for call in loss.calls for i, k in zip(call.positions, call.axes, strict=True)}
+    cut_of = {i: x for call in loss.calls for i, x in zip(call.positions, call.cuts, strict=True)}
     stacks = [call.positions for call in loss.calls]
     rest = sorted({*range(len(leaves))}.difference(*stacks, *loss.early))
     behind = itertools.chain(*reversed([*zip(loss.early, stacks, strict=True)]))
@@ -213,11 +213,14 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
         if share not in stacks or not arrays:
             new = of_arrays(arrays)
         else:
-            axes = [axis_of[i] for i in positions]
-            layers = [jnp.expand_dims(x, k) for x, k in zip(arrays, axes, strict=True)]
-            after = [k + 1 for k in axes]  # a layer keeps its axis, of length 1
-            new = jax.vmap(of_arrays, (after,), after)(layers)
-            new = [jnp.squeeze(x, k) for x, k in zip(new, axes, strict=True)]
+            cuts = [cut_of[i] for i in positions]
+            axes = [cut.axis for cut in cuts]
+            layers = [
+                x.reshape(*x.shape[:k], -1, n, *x.shape[k + 1 :])  # a layer keeps its axis
+                for x, (k, n) in zip(arrays, cuts, strict=True)
+            ]
+            new = jax.vmap(of_arrays, (axes,), axes)(layers)
+            new = [x.reshape(old.shape) for x, old in zip(new, arrays, strict=True)]
         for i, x in zip(positions, new, strict=True):
             leaves[i] = x
     return structure.unflatten(leaves)

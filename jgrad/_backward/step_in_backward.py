@@ -263,7 +263,7 @@ class _Step:
             self._read.append(read)
             return made
 
-        stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
+        stacks = [whole.stack(call.positions, call.cuts, call.count) for call in traced.calls]
         groups = [whole.leaves(positions) if positions else None for positions in traced.early]
         rest = whole.rest([*stacks, *filter(None, groups)])
         self._stacks = [update(stack.without_those_of(rest)) for stack in stacks]

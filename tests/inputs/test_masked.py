@@ -71,6 +71,4 @@ def test_what_is_missing_in_the_own_group_is_said():
         "adam: `learning_rate` does not have the structure of `params`: only `params` has "
         "['a']['v']."
     )
-    assert_error(
-        ValueError, message, lambda: both.update(GRADS, both.init(PARAMS), PARAMS)
-    )
+    assert_error(ValueError, message, lambda: both.update(GRADS, both.init(PARAMS), PARAMS))
