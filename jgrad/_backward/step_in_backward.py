@@ -172,7 +172,7 @@ def step_in_backward(
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
             grads = calls.of_all_shares(gradients, grads, traced)
-        extra = {"loss": result[0] if has_aux else result} | extra
+        extra = calls.of_loss(result[0] if has_aux else result, state) | extra
         return *apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra), result
 
     # Without `jit`, loops have no traces, by which arrays are told apart.
@@ -185,7 +185,7 @@ def step_in_backward(
         places: list[Place | None] = []
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
-        extra = {"loss": value} | extra
+        extra = calls.of_loss(value, state) | extra
         if on_host:
             host_memory.check(_NAME)
             state = host_memory.to_host(state)
