@@ -155,9 +155,9 @@ def first(name):
 
 def other(name):
     return (
-        f"step_in_backward: `tx`: a transformation of another library hands arrays to `{name}`. It "
-        "sees one layer at a time: pass `elementwise=True` if it computes each element by itself, "
-        "or use the ordinary step."
+        f"step_in_backward: `tx`: {name} of another library computes updates. It sees one layer at "
+        "a time: pass `elementwise=True` if it computes each element by itself, or use the ordinary "
+        "step."
     )
 
 
@@ -216,11 +216,18 @@ OF_TX = {
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
     "offload": (lambda: optax.chain(jgrad.offload(adam())), {"state": (jax.eval_shape(adam().init, PARAMS),)},
      "step_in_backward: `tx`: `offload`, inside another transformation; expected it around all of `tx`."),
-    "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
+    "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("`scale`")),
     "another library's, of leaves in no stack": (lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
-     {}, other("adam")),
-    "another library's behind": (lambda: optax.chain(adam(), optax.scale(2.0)), {}, other("step_in_backward")),
-    "another library's inside": (lambda: jgrad.master_weights(optax.sgd(0.1)), {}, other("master_weights")),
+     {}, other("`scale`")),
+    "another library's behind": (lambda: optax.chain(adam(), optax.scale(2.0)), {}, other("`scale`")),
+    "another library's inside": (lambda: jgrad.master_weights(optax.sgd(0.1)), {}, other("`scale`")),
+    "another library's in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(adam(), optax.scale(2.0)), branch=True),
+     {"first_pass": True}, other("`scale`")),
+    "another library's alone": (lambda: optax.trace(0.9), {}, other("`trace`")),
+    "frozen leaves": (lambda: optax.partition({"adam": adam(), "frozen": optax.set_to_zero()},
+     {"first": "frozen", "layers": "adam", "last": "adam"}), {}, other("`set_to_zero`")),
+    "nobody's": (lambda: optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (jax.tree.map(jnp.sign, g), s)),
+     {}, other("a transformation")),
     "under jit": (lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
      {"elementwise": True}, INSIDE),
     "MultiSteps": (lambda: optax.MultiSteps(adam(), 2), {"elementwise": True}, INSIDE),
@@ -232,8 +239,7 @@ OF_TX = {
      "gradients of a few layers; expected transformations that compute each element by itself."),
     "a rate of one layer": (rate_of_updates, {},
      "step_in_backward: `tx`: `rate_of_updates` of another library computes `reduce_sum`, which "
-     "mixes elements. It sees one layer at a time: use `jgrad.clip_by_global_norm` for a norm of "
-     "all gradients, or the ordinary step."),
+     "mixes elements. It sees one layer at a time: use the ordinary step."),
 }  # fmt: skip
 
 
