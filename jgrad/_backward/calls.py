@@ -125,7 +125,8 @@ def _is_traceable(x: PyTree) -> bool:
 
 def of_loss(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
     """What an update is told of the loss: without the loss scale that the state has for it."""
-    scales = [x["loss_scale"] for x in inside.reports(state) if "loss_scale" in x]
+    reports = inside.reports(state)
+    scales = [checks.value_of(x["loss_scale"]) for x in reports if "loss_scale" in x]
     if scales:
         scale = functools.reduce(jnp.maximum, map(host_memory.on_device, scales))
         x = numerics.wide(value)

@@ -370,7 +370,9 @@ def _in_front(eqn: Any, axis: int, layers: int) -> tuple[Any, int] | None:
     name, (x,), (y,) = eqn.primitive.name, arrays, eqn.outvars
     if name == "transpose":
         return x, eqn.params["permutation"][axis]
-    if name == "reshape" and eqn.params["dimensions"] is None:  # layers may be groups of its rows
+    if (
+        name == "reshape" and eqn.params.get("dimensions") is None
+    ):  # layers may be groups of its rows
         shape, ahead = x.aval.shape, math.prod(y.aval.shape[:axis])
         fits = (k for k, n in enumerate(shape) if math.prod(shape[:k]) == ahead and n % layers == 0)
         return next(((x, k) for k in fits), None)
