@@ -30,9 +30,9 @@ SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
-ELEMENTS, REPORTS, XS, PER_LAYER, LEAVES = (
+ELEMENTS, REPORTS, XS, PER_LAYER, LEAVES, STACKS = (
     f"tests/backward/test_{x}.py"
-    for x in ("elements", "reports", "xs", "per_layer", "leaves_in_no_stack")
+    for x in ("elements", "reports", "xs", "per_layer", "leaves_in_no_stack", "stacks")
 )
 SCALES = "tests/everywhere/test_scales.py -k layers"
 ROWS = "tests/muon/test_rows.py"
@@ -66,6 +66,8 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
+    Mutation("ArgLeaves.from_prefix", "entries of another group are refused", "trees.masked_as(reference, tree)", "tree", "tests/inputs/test_masked.py"),
+    Mutation("is_function", "a model of rates is called", "masked_as(params, x)", "x", "tests/inputs/test_masked.py"),
     Mutation("Unpromised.__getattr__", "a name that JAX lacks is None", "(found := find(_)) is None", "(found := find(name)) is NotImplemented", "tests/test_unpromised.py"),
     Mutation("trace_state", "without a name of JAX there are no wrappers", "X() if found is None else found()", "found()", "tests/test_unpromised.py"),
     Mutation("_is_on_one_device", "a leaf of which JAX says nothing is whole", "getattr(_, 'num_devices', None)", "getattr(context, 'num_devices', 1)", "tests/test_unpromised.py"),
@@ -159,7 +161,7 @@ MUTATIONS = [
     Mutation("elementwise.no_kernel", "a user's method may mix elements", "mixes(X, Y)", "False", OF_LEAF),
     Mutation("elementwise.mixes", "a user's method may go through rows", "any(map(is_leaf, cut))", "False", OF_LEAF),
     Mutation("share_updates._mixes", "other libraries may look at many elements", "name not in _OF_DEVICES and X", "False", ELEMENTS),
-    Mutation("share_updates._refuse", "each reduction is taken for a norm", "'`reduce_sum`' in does", "'`reduce_' in does", ELEMENTS),
+    Mutation("share_updates._refuse", "no message says what to use", "name in _OURS", "False", ELEMENTS),
     Mutation("share_updates.check", "other libraries may look at the number of layers", "not (a and b) or X", "False", ELEMENTS),
     Mutation("share_updates._of_others", "norms of jgrad are those of others", "(outer or equation) if is_marked else None", "outer or equation", ELEMENTS),
     Mutation("share_updates._maker", "what is around a function has made it", "name in _AROUND", "False", ELEMENTS),
@@ -604,13 +606,18 @@ MUTATIONS = [
     Mutation("_check_promise", "other libraries see one layer", "not self._elementwise", "False", BACKWARD),
     Mutation("stacked_axes", "norms of one layer stand for those of the stack", "stack.axis not in _", "False", PER_LAYER),
     Mutation("stacked_axes", "a method does not know the layers of a stack", "Axes((stack.axis,))", "Axes()", PER_LAYER),
-    Mutation("_of_layer", "rates are those of the first layer", "jax.lax.dynamic_slice_in_dim(X, share.layer, 1, A)", "jax.lax.dynamic_slice_in_dim(X, 0, 1, A)", PER_LAYER),
+    Mutation("_of_layer", "rates are those of the first layer", "share.layer * stack.length", "0", PER_LAYER),
+    Mutation("_of_layer", "rates of groups are those of other layers", "share.layer * stack.length", "share.layer", STACKS),
+    Mutation("of_loss", "the loss has its scale in it", "(x / _).astype(value.dtype)", "value", BACKWARD + "/test_loss_scale.py"),
+    Mutation("of_share", "noise is that of the first layer", "_ in _DRAWS", "False", BACKWARD + "/test_gradients.py -k random_bits"),
+    Mutation("Share.check", "a branch of this library is one of others", "(self._trace, told().trace)", "(self._trace,)", ELEMENTS),
+    Mutation("ShareUpdate._look", "no message says who computes", "next(filter(None, makers), '')", "''", BACKWARD + "/test_messages.py"),
     Mutation("Cut.put", "a new layer takes another's place", "i * self.length", "i * self.length * 0", BACKWARD),
     Mutation("SavedCall.__init__", "what blocks read beside is constant", "[*(X for x in call.others), *A, *B, *C]", "[*(False for x in call.others), *A, *B, *C]", BACKWARD),
     Mutation("_check_stacks", "two calls read a stack", "read.intersection(now)", "set()", BACKWARD + "/test_messages.py"),
     Mutation("_check_stacks", "a stack is read beside its call", "now.count(x) > own.count(x)", "False", BACKWARD + "/test_messages.py"),
     Mutation("Share.shape", "masks see one layer", "jax.ShapeDtypeStruct(whole.shape, X)", "own", BACKWARD),
-    Mutation("ShareUpdate.numbers_read", "a rate of one layer", "mixes and foreign is None", "False", "tests/backward/test_messages.py"),
+    Mutation("ShareUpdate.numbers_read", "a rate of one layer", "mixes and not is_foreign", "False", "tests/backward/test_messages.py"),
     Mutation("ShareUpdate.numbers_read", "a state of one layer", "any(X)", "False", BACKWARD),
     Mutation("SavedCall._forward", "weights are stored as activations", "isinstance(y, jax.core.Tracer) and id(y) not in known", "isinstance(y, jax.core.Tracer)", XS + " tests/accelerators"),
     Mutation("SavedCall.__init__", "frozen arrays of layers are differentiated", "[*A, *B, *C, *(X for x in call.xs)]", "[*A, *B, *C, *map(is_floating, call.xs)]", XS),
@@ -618,17 +625,21 @@ MUTATIONS = [
     Mutation("SavedCall.pull", "`ys` have cotangents of the first layer", "[at(x) for x in ys if x is not None]", "[x[0] for x in ys if x is not None]", XS),
     Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),
     Mutation("_between_parameters_and_value", "what is read for a log is differentiated", "known & needed", "known", XS),
-    Mutation("_call", "a transposed stack has its layers along the first axis", "step.params.get('permutation', range(axis + 1))[axis]", "axis", XS),
+    Mutation("_in_front", "a transposed stack has its layers along the first axis", "eqn.params['permutation'][axis]", "axis", XS),
     Mutation("scan_layers._length", "a loop cuts what a type says is sharded", "names is not None", "False", BACKWARD + "/test_sharded.py -k type_says"),
     Mutation("check_call", "anything may be a parameter", "x is not None and not _is_traceable(x)", "False", "tests/backward/test_messages.py"),
-    Mutation("_keeps_layers", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
-    Mutation("_keeps_layers", "no constraint of a stack is seen", "eqn.primitive.name in X", "eqn.primitive.name in ('pcast', 'transpose')", XS),
+    Mutation("_in_front", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
+    Mutation("_in_front", "no constraint of a stack is seen", "name in X", "name in ('pcast',)", XS),
+    Mutation("_in_front", "a reshape may merge layers", "n % layers == 0", "True", BACKWARD + "/test_messages.py -k losses"),
+    Mutation("_in_front", "a reshape may mix layers", "math.prod(shape[:k]) == ahead", "True", BACKWARD + "/test_messages.py -k losses"),
+    Mutation("TracedLoss._lines", "a call that is not differentiated updates its layers", "is_alone or not is_apart[i]", "True", STACKS),
+    Mutation("TracedLoss._lines", "frozen layers are not known", "is_alone or not is_apart[i]", "not is_apart[i]", STACKS),
     Mutation("_is_seen_through", "a call inside of `checkpoint` is not seen", "_hides_call(eqn) or X", "X", XS),
     Mutation("_is_seen_through", "a cast inside of `jit` is not seen", "name in _JIT and reads_argument", "False", XS),
     Mutation("_is_elsewhere", "a call inside of `grad` is taken for one of the loss", "equation.params['reverse']", "False", BACKWARD + "/test_messages.py"),
     Mutation("_keys_of_leaf", "layers along another axis have other random bits than their stack", "not stack.axis", "True", XS),
     Mutation("Whole.stack", "flattened blocks of layers along another axis are cut", "any(axes_of_leaves)", "False", XS),
-    Mutation("of_all_shares", "a layer lies along the first axis", "[k + 1 for k in axes]", "[1 for k in axes]", XS),
+    Mutation("of_all_shares", "a layer lies along the first axis", "[cut.axis for cut in cuts]", "[0 for cut in cuts]", XS),
     Mutation("Forward.backward", "a gradient from two sides", "cotangents[x] + X", "X", BACKWARD),
     Mutation("_Step.measured", "numbers that need others", "read[key] <= known.keys()", "True", BACKWARD),
     Mutation("SavedCall.pull", "gradients of what all blocks read", "x if y is None else x + y", "x if y is None else y", BACKWARD),

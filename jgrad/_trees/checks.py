@@ -111,6 +111,8 @@ class ArgLeaves(NamedTuple):
         elif jax.tree_util.treedef_is_leaf(structure):  # one for all
             leaves *= trees.flatten(reference)[1].num_leaves
         else:
+            if not trees.is_prefix(tree, reference):
+                tree = trees.masked_as(reference, tree)
             same_structure(function, name, tree, reference_name, reference, prefix=True)
             leaves = trees.broadcast(tree, reference)
         return cls(function, name, leaves, lambda: trees.paths(reference))

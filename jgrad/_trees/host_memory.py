@@ -52,6 +52,11 @@ def place_on_host(tree: PyTree) -> str | None:
     return None
 
 
+def on_device(x: jax.Array) -> jax.Array:
+    """An array where one can compute with it."""
+    return x if place_on_host(x) is None else to_device(x)
+
+
 def where_it_lies(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
     if place_on_host(tree) is None:

@@ -49,10 +49,12 @@ class Stack(NamedTuple):
     Attributes:
       axis: of the leaf.
       layers: how many there are.
+      length: of each along the axis.
     """
 
     axis: int
     layers: int
+    length: int = 1
 
 
 class Told(NamedTuple):
