@@ -30,9 +30,9 @@ SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
-ELEMENTS, REPORTS, XS, PER_LAYER, LEAVES = (
+ELEMENTS, REPORTS, XS, PER_LAYER, LEAVES, STACKS = (
     f"tests/backward/test_{x}.py"
-    for x in ("elements", "reports", "xs", "per_layer", "leaves_in_no_stack")
+    for x in ("elements", "reports", "xs", "per_layer", "leaves_in_no_stack", "stacks")
 )
 SCALES = "tests/everywhere/test_scales.py -k layers"
 ROWS = "tests/muon/test_rows.py"
@@ -43,6 +43,7 @@ WATCH = "tests/wrappers/test_watch.py"
 KEYWORDS = "tests/inputs/test_keywords.py"
 NEEDS = "tests/trees/test_needs.py"
 ORDER = "tests/wrappers/test_order.py"
+OTHER_LEAVES = "tests/states/test_other_leaves.py"
 
 
 class Mutation(NamedTuple):
@@ -65,6 +66,8 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     # ---- _trees
+    Mutation("ArgLeaves.from_prefix", "entries of another group are refused", "trees.masked_as(reference, tree)", "tree", "tests/inputs/test_masked.py"),
+    Mutation("is_function", "a model of rates is called", "masked_as(params, x)", "x", "tests/inputs/test_masked.py"),
     Mutation("Unpromised.__getattr__", "a name that JAX lacks is None", "(found := find(_)) is None", "(found := find(name)) is NotImplemented", "tests/test_unpromised.py"),
     Mutation("trace_state", "without a name of JAX there are no wrappers", "X() if found is None else found()", "found()", "tests/test_unpromised.py"),
     Mutation("_is_on_one_device", "a leaf of which JAX says nothing is whole", "getattr(_, 'num_devices', None)", "getattr(context, 'num_devices', 1)", "tests/test_unpromised.py"),
@@ -79,6 +82,17 @@ MUTATIONS = [
     Mutation("pair.update_of_model", "a new state has the structure of the old", "structure == _", "True", "tests/everywhere/test_linen.py"),
     Mutation("carry_over", "the form of variables is lost", "variables.in_form_of(_, X)", "X", VARIABLES),
     Mutation("state_shardings", "shardings of variables in 8 bits", "variables.variables_of_blocks(X)", "X", "tests/trees/test_variables.py"),
+    Mutation("other_leaves", "leaves of other names are the same", "a.structure == b.structure", "True", OTHER_LEAVES),
+    Mutation("other_leaves", "the order of names does not matter", "x == y", "True", OTHER_LEAVES + " -k order"),
+    Mutation("with_nodes", "of two layouts for a file the first is right", "all(_)", "True", OTHER_LEAVES + " -k file"),
+    Mutation("carry_over", "packed leaves of a file are named in silence", "packing.any_packed(_) and not packing.any_packed(_)", "False", OTHER_LEAVES + " -k file"),
+    Mutation("restored._in_order", "the third part of a file is behind the eleventh", "len(X) > 10 and _", "False", OTHER_LEAVES + " -k twelve"),
+    Mutation("_has_numbers_alone", "the norm of a clip is lost in files", "X is not None and _", "False", "tests/states/test_same_recipe.py"),
+    Mutation("Inputs.copies", "a copy that is not there", "x is not None or _", "x is not None", "tests/wrappers/test_messages.py"),
+    Mutation("_check_copies", "master copies of integers", "not _is_real(copy)", "copy is None", "tests/wrappers/test_messages.py"),
+    Mutation("Inputs.moment", "integers are no gradient without parameters", "self.w is None and _ and _", "False", MESSAGES),
+    Mutation("clip._inexact", "integers of Python are no part of a norm", "isinstance(_, int)", "False", "tests/wrappers/test_messages.py"),
+    Mutation("Parameters.per_leaf", "None in a packed tree has no place", "trees.flatten(self.shapes)[1].num_leaves", "len(of_leaves)", SOAP + " -k none_in"),
     Mutation("restored._array", "variables in files", "X['value'] if _ else X", "X", VARIABLES),
     Mutation("HiddenMatrices._rows", "`value` is a part of a name", "variables.leaves_with_paths(_, _)", "variables.leaves_with_paths(tree, trees.is_leaf, boxes=False)", "tests/everywhere/test_linen.py"),
     Mutation("repeat", "a prefix gives each leaf once", "range(X)", "range(min(X, 1))", "tests/trees"),
@@ -147,7 +161,7 @@ MUTATIONS = [
     Mutation("elementwise.no_kernel", "a user's method may mix elements", "mixes(X, Y)", "False", OF_LEAF),
     Mutation("elementwise.mixes", "a user's method may go through rows", "any(map(is_leaf, cut))", "False", OF_LEAF),
     Mutation("share_updates._mixes", "other libraries may look at many elements", "name not in _OF_DEVICES and X", "False", ELEMENTS),
-    Mutation("share_updates._refuse", "each reduction is taken for a norm", "'`reduce_sum`' in does", "'`reduce_' in does", ELEMENTS),
+    Mutation("share_updates._refuse", "no message says what to use", "name in _OURS", "False", ELEMENTS),
     Mutation("share_updates.check", "other libraries may look at the number of layers", "not (a and b) or X", "False", ELEMENTS),
     Mutation("share_updates._of_others", "norms of jgrad are those of others", "(outer or equation) if is_marked else None", "outer or equation", ELEMENTS),
     Mutation("share_updates._maker", "what is around a function has made it", "name in _AROUND", "False", ELEMENTS),
@@ -265,7 +279,12 @@ MUTATIONS = [
     Mutation("MomentOptions.read", "the counter overflows", "optax.safe_increment(X)", "X + 1", EDGES + " -k e23"),
     Mutation("options._numbers_of", "the override of a call is ignored", "X if _ is None else _", "X", "tests/wrappers/test_every_wrapper.py -k rate_for_one"),
     Mutation("decay_of_leaves", "masks of decay are ignored", "_ and X is not None", "X is not None", MATRIX),
-    Mutation("MomentOptions.checked", "moments in float16", "jnp.finfo(_).maxexp >= 128", "True", MESSAGES),
+    Mutation("floating_dtype", "moments in float16", "jnp.finfo(_).maxexp < X", "False", MESSAGES),
+    Mutation("floating_dtype", "an array names its dtype", "isinstance(_, (str, type, np.dtype))", "True", MESSAGES),
+    Mutation("may_be_function", "a class is a schedule", "isinstance(_, type)", "False", MESSAGES),
+    Mutation("factory.shardings", "names of mesh axes say which axis is sharded", "matrix_options.read_shardings(_, _)", "None", MESSAGES),
+    Mutation("refuse_option", "a number of another method passes", "name in KEYWORDS", "False", MESSAGES),
+    Mutation("_say_if_lost", "nothing is said of float8", "_.itemsize == 1", "False", "tests/everywhere/test_eight_bits.py -k float8"),
     Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, option, lambda: step.number)", MATRIX),
     Mutation("options._numbers_of.result", "a schedule of some leaves sees the next step", "_.done", "step.number", "tests/inputs/test_numbers_of_a_call.py tests/inputs/test_by_path.py"),
     Mutation("options._numbers_of.result", "each leaf calls its schedule", "id(_) not in _", "True", "tests/inputs/test_by_path.py"),
@@ -397,6 +416,11 @@ MUTATIONS = [
     Mutation("standing_around", "what is around a wrapper is forgotten", "(*_around.get(), name)", "(name,)", ORDER),
     Mutation("inside.transformation.init", "wrappers of optax are not seen", "check_others(_)", "pass", ORDER),
     Mutation("skip_nonfinite.skip_nonfinite", "no loss scale is known", "X if Y is None else LOSS_SCALE", "X", ORDER),
+    Mutation("_ends", "a direction is not seen in a mask or a wrapper", "[getattr(_, X) for X in _ if _]", "[]", ORDER),
+    Mutation("_check_step", "directions of optax pass", "kind.__module__.startswith(X) and Y", "False", ORDER),
+    Mutation("_check_step", "directions of jgrad pass", "x is end", "False", ORDER),
+    Mutation("_COUNTING", "calls are counted as updates", "(X, *_)", "(X,)", ORDER),
+    Mutation("check_not_in_multi_steps", "JAX says what is wrong with offload", "frame is not None", "False", ORDER),
     Mutation("_check_unclipped", "a clip sees the loss scale", "any(_)", "False", ORDER),
     Mutation("stochastic_rounding", "the counter does not count", "optax.safe_increment(X)", "X", "tests/wrappers/test_stochastic_rounding.py"),
     Mutation("_last_finite", "what is not finite is remembered as a norm", "jnp.where(use, X, Y)", "X", "tests/wrappers/test_clip.py -k stays_where"),
@@ -468,7 +492,7 @@ MUTATIONS = [
     Mutation("average_params._at", "ema: a full counter starts again", "jnp.maximum(done - start, 0)", "jnp.maximum(done - start + 1, 1) - 1", "tests/wrappers/test_average_params.py -k full"),
     Mutation("average_params", "parameters before the update are averaged", "parameters.applied(X, Y, _)", "parameters.applied(X, jax.tree.map(jnp.zeros_like, Y))", "tests/wrappers/test_average_params.py"),
     Mutation("_fit", "mixed dtypes of gradients are packed", "len(X) > 1 or Y", "Y", "tests/wrappers/test_pack_small.py"),
-    Mutation("pack_small", "the state of another model", "_.is_part_of(_)", "True", "tests/wrappers/test_pack_small.py"),
+    Mutation("_in_containers_of", "the state of another model", "_.is_part_of(_)", "True", "tests/wrappers/test_pack_small.py"),
     Mutation("zero.zero", "gradients that JAX summed are accepted", "_ is not None and _.is_known_to_be_invariant(_)", "False", DEVICES + "/test_zero.py"),
     Mutation("zero._sliced", "the rows of the first device", "X.slice", "lambda x: x[: X.num_rows(len(x))]", DEVICES + "/test_zero.py"),
     Mutation("_sharded_further", "buffers are sharded along columns", "X[: 1 if _ else None]", "X[::-1]", DEVICES),
@@ -491,7 +515,7 @@ MUTATIONS = [
     Mutation("TracedLoss._first_read", "a leaf that two pieces read is updated twice", "left -= read", "pass", LEAVES),
     Mutation("Portion.without_those_of", "a stack has the numbers of the rest", "cut is SAME and i in others", "False", REPORTS),
     Mutation("decisions.tried", "watch: an axis that jgrad misses is an error", "(TypeError, NameError, ValueError)", "(TypeError, NameError)", WATCH),
-    Mutation("told.told", "watch: a compiled update forgets that a loss is missing", "X._replace(commit=_, windows=_, finite=_, notes=_, is_dry=_)", "X._replace(commit=None, windows=None, finite=None, notes=None)", WATCH),
+    Mutation("told.told", "watch: a compiled update forgets that a loss is missing", "X._replace(commit=_, windows=_, finite=_, notes=_, is_dry=_, directions=_)", "X._replace(commit=None, windows=None, finite=None, notes=None)", WATCH),
     Mutation("decisions.tried", "watch: an error of what is inside is lost", "not is_later", "False", WATCH),
     Mutation("watch", "watch: what the report lacks is said again", "functools.cache(X)", "X", WATCH),
     Mutation("watch._unique", "report: a second number hides the first", "X not in Y", "True", WATCH),
@@ -587,13 +611,18 @@ MUTATIONS = [
     Mutation("_check_promise", "other libraries see one layer", "not self._elementwise", "False", BACKWARD),
     Mutation("stacked_axes", "norms of one layer stand for those of the stack", "stack.axis not in _", "False", PER_LAYER),
     Mutation("stacked_axes", "a method does not know the layers of a stack", "Axes((stack.axis,))", "Axes()", PER_LAYER),
-    Mutation("_of_layer", "rates are those of the first layer", "jax.lax.dynamic_slice_in_dim(X, share.layer, 1, A)", "jax.lax.dynamic_slice_in_dim(X, 0, 1, A)", PER_LAYER),
+    Mutation("_of_layer", "rates are those of the first layer", "share.layer * stack.length", "0", PER_LAYER),
+    Mutation("_of_layer", "rates of groups are those of other layers", "share.layer * stack.length", "share.layer", STACKS),
+    Mutation("of_loss", "the loss has its scale in it", "(x / _).astype(value.dtype)", "value", BACKWARD + "/test_loss_scale.py"),
+    Mutation("of_share", "noise is that of the first layer", "_ in _DRAWS", "False", BACKWARD + "/test_gradients.py -k random_bits"),
+    Mutation("Share.check", "a branch of this library is one of others", "(self._trace, told().trace)", "(self._trace,)", ELEMENTS),
+    Mutation("ShareUpdate._look", "no message says who computes", "next(filter(None, makers), '')", "''", BACKWARD + "/test_messages.py"),
     Mutation("Cut.put", "a new layer takes another's place", "i * self.length", "i * self.length * 0", BACKWARD),
     Mutation("SavedCall.__init__", "what blocks read beside is constant", "[*(X for x in call.others), *A, *B, *C]", "[*(False for x in call.others), *A, *B, *C]", BACKWARD),
     Mutation("_check_stacks", "two calls read a stack", "read.intersection(now)", "set()", BACKWARD + "/test_messages.py"),
     Mutation("_check_stacks", "a stack is read beside its call", "now.count(x) > own.count(x)", "False", BACKWARD + "/test_messages.py"),
     Mutation("Share.shape", "masks see one layer", "jax.ShapeDtypeStruct(whole.shape, X)", "own", BACKWARD),
-    Mutation("ShareUpdate.numbers_read", "a rate of one layer", "mixes and foreign is None", "False", "tests/backward/test_messages.py"),
+    Mutation("ShareUpdate.numbers_read", "a rate of one layer", "mixes and not is_foreign", "False", "tests/backward/test_messages.py"),
     Mutation("ShareUpdate.numbers_read", "a state of one layer", "any(X)", "False", BACKWARD),
     Mutation("SavedCall._forward", "weights are stored as activations", "isinstance(y, jax.core.Tracer) and id(y) not in known", "isinstance(y, jax.core.Tracer)", XS + " tests/accelerators"),
     Mutation("SavedCall.__init__", "frozen arrays of layers are differentiated", "[*A, *B, *C, *(X for x in call.xs)]", "[*A, *B, *C, *map(is_floating, call.xs)]", XS),
@@ -601,17 +630,21 @@ MUTATIONS = [
     Mutation("SavedCall.pull", "`ys` have cotangents of the first layer", "[at(x) for x in ys if x is not None]", "[x[0] for x in ys if x is not None]", XS),
     Mutation("_between_parameters_and_value", "gradients go through `stop_gradient`", "line.equation.primitive.name != 'stop_gradient'", "True", XS),
     Mutation("_between_parameters_and_value", "what is read for a log is differentiated", "known & needed", "known", XS),
-    Mutation("_call", "a transposed stack has its layers along the first axis", "step.params.get('permutation', range(axis + 1))[axis]", "axis", XS),
+    Mutation("_in_front", "a transposed stack has its layers along the first axis", "eqn.params['permutation'][axis]", "axis", XS),
     Mutation("scan_layers._length", "a loop cuts what a type says is sharded", "names is not None", "False", BACKWARD + "/test_sharded.py -k type_says"),
     Mutation("check_call", "anything may be a parameter", "x is not None and not _is_traceable(x)", "False", "tests/backward/test_messages.py"),
-    Mutation("_keeps_layers", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
-    Mutation("_keeps_layers", "no constraint of a stack is seen", "eqn.primitive.name in X", "eqn.primitive.name in ('pcast', 'transpose')", XS),
+    Mutation("_in_front", "no cast of a stack is seen", "is_elementwise or X", "X", XS),
+    Mutation("_in_front", "no constraint of a stack is seen", "name in X", "name in ('pcast',)", XS),
+    Mutation("_in_front", "a reshape may merge layers", "n % layers == 0", "True", BACKWARD + "/test_messages.py -k losses"),
+    Mutation("_in_front", "a reshape may mix layers", "math.prod(shape[:k]) == ahead", "True", BACKWARD + "/test_messages.py -k losses"),
+    Mutation("TracedLoss._lines", "a call that is not differentiated updates its layers", "is_alone or not is_apart[i]", "True", STACKS),
+    Mutation("TracedLoss._lines", "frozen layers are not known", "is_alone or not is_apart[i]", "not is_apart[i]", STACKS),
     Mutation("_is_seen_through", "a call inside of `checkpoint` is not seen", "_hides_call(eqn) or X", "X", XS),
     Mutation("_is_seen_through", "a cast inside of `jit` is not seen", "name in _JIT and reads_argument", "False", XS),
     Mutation("_is_elsewhere", "a call inside of `grad` is taken for one of the loss", "equation.params['reverse']", "False", BACKWARD + "/test_messages.py"),
     Mutation("_keys_of_leaf", "layers along another axis have other random bits than their stack", "not stack.axis", "True", XS),
     Mutation("Whole.stack", "flattened blocks of layers along another axis are cut", "any(axes_of_leaves)", "False", XS),
-    Mutation("of_all_shares", "a layer lies along the first axis", "[k + 1 for k in axes]", "[1 for k in axes]", XS),
+    Mutation("of_all_shares", "a layer lies along the first axis", "[cut.axis for cut in cuts]", "[0 for cut in cuts]", XS),
     Mutation("Forward.backward", "a gradient from two sides", "cotangents[x] + X", "X", BACKWARD),
     Mutation("_Step.measured", "numbers that need others", "read[key] <= known.keys()", "True", BACKWARD),
     Mutation("SavedCall.pull", "gradients of what all blocks read", "x if y is None else x + y", "x if y is None else y", BACKWARD),
@@ -628,8 +661,8 @@ MUTATIONS = [
     Mutation("_unread", "Python may not look at a keyword", "_ASKS_PYTHON", "()", BACKWARD + "/test_messages.py -k keywords"),
     Mutation("Whole._init", "what init was told before is taken for this", "functools.partial(X)", "X", BACKWARD + "/test_per_layer.py"),
     Mutation("Whole._position", "a state of other nodes", "checks.same_structure(_NAME, 'state', X, Y, made, remedy=remedy)", "None", BACKWARD + "/test_messages.py -k nnx"),
-    Mutation("MomentOptions.init", "a share is told that it is small", "told().share is None", "True", "tests/everywhere/test_eight_bits.py -k share_of"),
-    Mutation("MomentOptions._say_if_small", "a second model is told nothing", "X in _said", "len(_said) > 0", "tests/everywhere/test_eight_bits.py -k no_large"),
+    Mutation("_say_once", "a share is told that it is small", "told().share is None", "True", "tests/everywhere/test_eight_bits.py -k share_of"),
+    Mutation("_say_once", "a second model is told nothing", "X not in _said", "len(_said) == 0", "tests/everywhere/test_eight_bits.py -k no_large"),
     Mutation("_last_finite", "a norm that is not finite is kept", "jnp.isfinite(X)", "jnp.asarray(True)", "tests/wrappers/test_clip.py"),
     Mutation("_last_finite", "the norm of a skipped step is kept", "use & commit.flag", "use", "tests/wrappers/test_clip.py"),
     # ---- _ivy

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import numerics
+from jgrad._arithmetic import elementwise, numerics
 from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
@@ -25,10 +25,13 @@ from jgrad._trees.explained import KEYWORDS
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
+from jgrad._wrappers import inside
 
 _NAME = "step_in_backward"
 
 partial_eval = Unpromised(_NAME)
+# Primitives of which random numbers are made.
+_DRAWS = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
 _OF_OPTAX = ("value", "grad", "value_fn")
 # What JAX raises if Python code needs the value of a traced array.
 _ASKS_PYTHON = (
@@ -95,7 +98,7 @@ def _unread(
     def update(given: dict[str, PyTree]) -> PyTree:
         w, of_w = host_memory.to_device((params, state))
         grads = jax.tree.map(lambda x: numerics.zeros_like(x) if checks.is_inexact(x) else None, w)
-        extra = {"loss": jnp.zeros(()), **keywords, **given}
+        extra = {**of_loss(jnp.zeros(()), of_w), **keywords, **given}
         return tx.update(grads, of_w, w, **extra)
 
     if not given:
@@ -116,6 +119,17 @@ def _is_traceable(x: PyTree) -> bool:
     return bool(leaves) and all(
         checks.is_number(y) or checks.is_array(y) or isinstance(y, bool) for y in leaves
     )
+
+
+def of_loss(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
+    """What an update is told of the loss: without the loss scale that the state has for it."""
+    reports = inside.reports(state)
+    scales = [checks.value_of(x["loss_scale"]) for x in reports if "loss_scale" in x]
+    if scales:
+        scale = functools.reduce(jnp.maximum, host_memory.to_device(scales))
+        x = numerics.wide(value)
+        value = (x / scale.astype(x.dtype)).astype(value.dtype)
+    return {"loss": value, "value": value}
 
 
 # (gradients of one layer, or of leaves in no stack) -> gradients
@@ -158,6 +172,11 @@ def of_share(
       gradients: of these leaves; None for a leaf that has none.
     """
     old = tree_of_share(structure, positions, gradients)
+    for eqn in elementwise.inner_equations(jax.make_jaxpr(function)(old).jaxpr.eqns):
+        if eqn.primitive.name in _DRAWS:
+            came = f"`{eqn.primitive.name}`, which draws the same random bits for each layer"
+            remedy = "expected none: add noise to all gradients at once, in the ordinary step"
+            raise ValueError(f"{_NAME}: `gradients`: {came}; {remedy}.")
     new = function(old)
     checks.same_structure(_NAME, "gradients(g)", new, "g", old)
     arg = ArgLeaves.from_tree(_NAME, "gradients(g)", new)
@@ -178,7 +197,7 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
     """
     leaves: list[Any] = jax.tree.leaves(grads)
     structure: Structure = jax.tree.structure(grads)
-    axis_of = {i: k for call in loss.calls for i, k in zip(call.positions, call.axes, strict=True)}
+    cut_of = {i: x for call in loss.calls for i, x in zip(call.positions, call.cuts, strict=True)}
     stacks = [call.positions for call in loss.calls]
     rest = sorted({*range(len(leaves))}.difference(*stacks, *loss.early))
     behind = itertools.chain(*reversed([*zip(loss.early, stacks, strict=True)]))
@@ -190,11 +209,14 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
         if share not in stacks or not arrays:
             new = of_arrays(arrays)
         else:
-            axes = [axis_of[i] for i in positions]
-            layers = [jnp.expand_dims(x, k) for x, k in zip(arrays, axes, strict=True)]
-            after = [k + 1 for k in axes]  # a layer keeps its axis, of length 1
-            new = jax.vmap(of_arrays, (after,), after)(layers)
-            new = [jnp.squeeze(x, k) for x, k in zip(new, axes, strict=True)]
+            cuts = [cut_of[i] for i in positions]
+            axes = [cut.axis for cut in cuts]
+            layers = [
+                x.reshape(*x.shape[:k], -1, n, *x.shape[k + 1 :])  # a layer keeps its axis
+                for x, (k, n) in zip(arrays, cuts, strict=True)
+            ]
+            new = jax.vmap(of_arrays, (axes,), axes)(layers)
+            new = [x.reshape(old.shape) for x, old in zip(new, arrays, strict=True)]
         for i, x in zip(positions, new, strict=True):
             leaves[i] = x
     return structure.unflatten(leaves)

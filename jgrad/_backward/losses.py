@@ -7,6 +7,7 @@ and whatever comes between two calls is a piece.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise
+from jgrad._backward.portions import Cut
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.forms import in_short
@@ -31,6 +33,16 @@ Cotangents = list[jax.Array | None]  # None for what is not differentiated
 # By variable of a jaxpr.
 Environment = dict[Any, Any]
 
+# What to do where a stack is read by a call and by something else, or by two calls.
+_OF_PENALTY = (
+    "compute a penalty in its block, by `has_ys=True`, and move what layers share out of the "
+    "stack, where `block` may read it"
+)
+_OF_CALLS = (
+    "call it once, on a concatenated batch; a model that applies its layers several times needs "
+    "the ordinary step"
+)
+
 # Primitives that may contain a call: whatever else they do is done without them.
 _JIT = {"jit", "pjit"}
 _SEEN_THROUGH = {"checkpoint", "remat", "remat2", *_JIT}
@@ -42,7 +54,7 @@ class ScanCall:
 
     Attributes:
       positions: of the stacked leaves among those of the parameters.
-      axes: along which each of them has its layers.
+      cuts: where each of them has its layers.
       count: the number of layers.
       as_read: for each of them, what a block reads of a layer that is a stack of one.
       body: (what a layer reads beside, carry, layer, xs) -> (carry, ys).
@@ -51,7 +63,7 @@ class ScanCall:
     """
 
     positions: tuple[int, ...]
-    axes: tuple[int, ...]
+    cuts: tuple[Cut, ...]
     count: int
     as_read: Sequence[Callable[[jax.Array], jax.Array]]
     body: Callable[..., Arrays]
@@ -125,9 +137,9 @@ class TracedLoss:
         """Where leaves have layers."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         return {
-            paths[i]: Stack(axis, call.count)
+            paths[i]: Stack(cut.axis, call.count, cut.length)
             for call in self.calls
-            for i, axis in zip(call.positions, call.axes, strict=True)
+            for i, cut in zip(call.positions, call.cuts, strict=True)
         }
 
     @property
@@ -136,21 +148,42 @@ class TracedLoss:
         return {x for call in self.calls for x in call.stacks}
 
     def _lines(self) -> list[_Line]:
-        if any(map(_is_elsewhere, self.jaxpr.eqns)):
+        """What the loss does; of its calls of `scan_layers` those that update their layers.
+
+        A call that is not differentiated is a loop like any other, unless it has stacks of its own.
+        """
+        eqns = self.jaxpr.eqns
+        lines = [_Line(list(filter(is_variable, x.invars)), x.outvars, x, None) for x in eqns]
+        known = self._between_parameters_and_value(lines)
+        made_by = {x: line.equation for line in lines for x in line.makes}
+        is_apart = [known.isdisjoint(line.makes) for line in lines]
+        elsewhere = [i for i, eqn in enumerate(eqns) if _is_elsewhere(eqn)]
+        calls = [i for i, eqn in enumerate(eqns) if leaves_of_call(eqn) and i not in elsewhere]
+        calls.sort(key=is_apart.__getitem__)
+        # What is apart may be anywhere, beside a call that is not.
+        if elsewhere and not (
+            all(is_apart[i] for i in elsewhere) and any(not is_apart[i] for i in calls)
+        ):
             where = "`grad`, `shard_map`, a branch, a loop or a custom derivative"
             remedy = "expected it outside of these; loop and differentiate inside of its block"
             raise ValueError(f"scan_layers: called inside {where}, {remedy}.")
-        made_by: dict[Any, Any] = {}
-        lines = []
-        for eqn in self.jaxpr.eqns:
-            call = None if leaves_of_call(eqn) is None else self._call(eqn, made_by)
-            reads = [x for x in (call.operands if call else eqn.invars) if is_variable(x)]
-            lines.append(_Line(reads, eqn.outvars, eqn, call))
-            made_by |= dict.fromkeys(eqn.outvars, eqn)
+        read = {x for i, line in enumerate(lines) if not is_apart[i] for x in line.reads}
+        for i in calls:
+            call = self._call(eqns[i], made_by, may_fail=not is_apart[i])
+            if call is None:
+                continue
+            reads = list(filter(is_variable, call.operands))
+            is_alone = all(x not in read and reads.count(x) == 1 for x in call.stacks)
+            if is_alone or not is_apart[i]:
+                read.update(call.stacks)
+                lines[i] = _Line(reads, eqns[i].outvars, eqns[i], call)
         return lines
 
-    def _call(self, eqn: Any, made_by: dict[Any, Any]) -> ScanCall:
-        """What the operands of a scan are: those of all layers, the carry, stacks and `xs`."""
+    def _call(self, eqn: Any, made_by: dict[Any, Any], *, may_fail: bool) -> ScanCall | None:
+        """What the operands of a scan are: those of all layers, the carry, stacks and `xs`.
+
+        Where a stack is no parameter, an error if it may fail, else None.
+        """
         body = eqn.params["jaxpr"]
         inner, consts = getattr(body, "jaxpr", body), getattr(body, "consts", ())
         scanned = sum(
@@ -160,24 +193,24 @@ class TracedLoss:
         carries, first = len(eqn.outvars) - ys, len(eqn.invars) - scanned
         last = first + (leaves_of_call(eqn) or 0)
         inputs = {x: i for i, x in enumerate(self.jaxpr.invars)}
-        stacks, axes, as_read = [], [], []
+        count = eqn.params["length"]
+        stacks, cuts, as_read = [], [], []
         for x in eqn.invars[first:last]:
-            chain: list[Any] = []
-            while x in made_by and _keeps_layers(made_by[x]):
-                chain.insert(0, made_by[x])
-                (x,) = (y for y in made_by[x].invars if is_variable(y))
-            if x not in inputs:
+            chain, axis = list[Any](), 0
+            while x in made_by and (before := _in_front(made_by[x], axis, count)) is not None:
+                chain.insert(0, _of_one_layer(made_by[x], axis))
+                x, axis = before
+            if x not in inputs and may_fail:
                 self._refuse_changed(x, made_by)
-            axis = 0
-            for step in reversed(chain):
-                axis = step.params.get("permutation", range(axis + 1))[axis]
+            if x not in inputs:
+                return None
             stacks.append(x)
-            axes.append(axis)
+            cuts.append(Cut(axis, x.aval.shape[axis] // count))
             as_read.append(functools.partial(self._as_read, chain, x))
         return ScanCall(
             positions=tuple(map(inputs.__getitem__, stacks)),
-            axes=tuple(axes),
-            count=eqn.invars[first].aval.shape[0],
+            cuts=tuple(cuts),
+            count=count,
             as_read=as_read,
             body=lambda operands: core.eval_jaxpr(inner, consts, *operands),
             stacks=stacks,
@@ -205,8 +238,10 @@ class TracedLoss:
         came, remedy = f"{in_short(x.aval)} outside of `params`", "pass what is not updated as `xs`"
         if paths:
             came = f"computed from `params`{checks.at(paths[0])}"
-            remedy = "change it inside of `block`, and give each call leaves of its own"
-        expected = "expected a leaf, which may be cast or transposed as a whole"
+            remedy = (
+                "store it as it is scanned, a stack for each call, or change it inside of `block`"
+            )
+        expected = "expected a leaf, which may be cast, transposed or grouped as a whole"
         raise ValueError(f"scan_layers: `layers`: {came}, {expected}; {remedy}.")
 
     def _between_parameters_and_value(self, lines: Sequence[_Line]) -> set[Any]:
@@ -224,7 +259,7 @@ class TracedLoss:
 
     def _check_stacks(self, lines: Sequence[_Line]) -> None:
         """Only one call reads a stack in what is differentiated: another would see new weights."""
-        stacks, read = self.stacks, set[Any]()
+        stacks, read, called = self.stacks, set[Any](), set[Any]()
         for line in lines:
             own = [] if line.call is None else line.call.stacks
             now = [x for x in line.reads if x in stacks]
@@ -233,12 +268,13 @@ class TracedLoss:
             if twice:
                 inputs = list(self.jaxpr.invars)
                 path = self._paths[min(map(inputs.index, twice))]
+                remedy = _OF_PENALTY if twice - called.intersection(own) else _OF_CALLS
                 raise ValueError(
                     f"{_NAME}: `params`{checks.at(path)}: read twice, expected that only one call "
-                    "of `scan_layers` reads it: compute a penalty in its block, by `has_ys=True`, "
-                    "and move what layers share out of the stack, where `block` may read it."
+                    f"of `scan_layers` reads it: {remedy}."
                 )
             read.update(now)
+            called.update(own)
 
     def _first_read(self, lines: Sequence[_Line]) -> list[list[int]]:
         """For each call, the leaves in no stack that are read behind it, and not before."""
@@ -328,13 +364,30 @@ def is_floating(x: Any) -> bool:
     return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
 
 
-def _keeps_layers(eqn: Any) -> bool:
-    """Whether an operation does the same with each layer of one array."""
+def _in_front(eqn: Any, axis: int, layers: int) -> tuple[Any, int] | None:
+    """Of what an operation does the same with each layer, and along which axis; None of others."""
     arrays = [x for x in eqn.invars if is_variable(x)]
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
-        return False
+        return None
+    name, (x,), (y,) = eqn.primitive.name, arrays, eqn.outvars
+    if name == "transpose":
+        return x, eqn.params["permutation"][axis]
+    if (
+        name == "reshape" and eqn.params.get("dimensions") is None
+    ):  # layers may be groups of its rows
+        shape, ahead = x.aval.shape, math.prod(y.aval.shape[:axis])
+        fits = (k for k, n in enumerate(shape) if math.prod(shape[:k]) == ahead and n % layers == 0)
+        return next(((x, k) for k in fits), None)
     is_elementwise = not elementwise.mixes(eqn, lambda _: True)
-    return is_elementwise or eqn.primitive.name in ("pcast", "sharding_constraint", "transpose")
+    return (x, axis) if is_elementwise or name in ("pcast", "sharding_constraint") else None
+
+
+def _of_one_layer(eqn: Any, axis: int) -> Any:
+    """Such an operation, of a stack of one."""
+    if eqn.primitive.name != "reshape":
+        return eqn
+    sizes = eqn.params["new_sizes"]
+    return eqn.replace(params={**eqn.params, "new_sizes": (*sizes[:axis], 1, *sizes[axis + 1 :])})
 
 
 def _check_value(result: Any, has_aux: bool) -> None:

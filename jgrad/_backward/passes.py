@@ -26,7 +26,6 @@ from jgrad._backward.losses import (
     program_of,
     value_of,
 )
-from jgrad._backward.portions import Cut
 from jgrad._trees import host_memory
 
 
@@ -72,7 +71,7 @@ class SavedCall:
     def _forward(self, stacks: Arrays, carry: Arrays, given: tuple[Any, Arrays]) -> Any:
         """A layer: the carry behind it, its ys, and what is stored of it."""
         i, x = given
-        ones = [Cut(k, 1).out_of(w, i) for k, w in zip(self._call.axes, stacks, strict=True)]
+        ones = [cut.out_of(w, i) for cut, w in zip(self._call.cuts, stacks, strict=True)]
         ones, x = host_memory.to_device((ones, x))
         operands = [*self._others, *carry, *self._layer(ones), *x]
         fixed = _of(operands, self._varied, False)

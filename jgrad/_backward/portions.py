@@ -53,10 +53,6 @@ class Cut(NamedTuple):
     axis: int
     length: int
 
-    def times(self, length: int) -> "Cut":
-        """Layers of so many of these."""
-        return Cut(self.axis, self.length * length)
-
     def out_of(self, x: jax.Array, i: jax.Array | int) -> jax.Array:
         """Layer `i`."""
         if self is SAME:
@@ -82,25 +78,23 @@ class Portion(NamedTuple):
 
     Attributes:
       positions: of its leaves among those of the parameters.
-      axes: of each leaf that of its layers.
+      weight_cuts: where each leaf is cut; none of leaves in no stack.
       layers: how many; None of leaves in no stack. Slices of rows are layers, too.
-      length: of a layer along these axes.
       structure: of its state, when it is alone.
       cuts: for each array of that the position in the whole state, and where it is cut; None for
         an array that is another share's.
     """
 
     positions: tuple[int, ...]
-    axes: tuple[int, ...]
+    weight_cuts: tuple[Cut, ...]
     layers: int | None
     structure: Structure
     cuts: list[tuple[int, Cut | None]]
-    length: int = 1
 
     @property
-    def weight_cuts(self) -> list[Cut]:
-        """Where its leaves are cut."""
-        return [Cut(axis, self.length) for axis in self.axes]
+    def axes(self) -> list[int]:
+        """Of each leaf that of its layers."""
+        return [cut.axis for cut in self.weight_cuts]
 
     @property
     def owned(self) -> list[bool]:
@@ -167,10 +161,11 @@ class Whole:
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
 
     def stack(
-        self, positions: Sequence[int], axes_of_leaves: Sequence[int], layers: int
+        self, positions: Sequence[int], cuts_of_leaves: Sequence[Cut], layers: int
     ) -> Portion:
         """That of a stack."""
-        begun = functools.partial(self._begun, positions, 0, axes_of_leaves)
+        begun = functools.partial(self._begun, positions, 0, cuts_of_leaves)
+        axes_of_leaves = [cut.axis for cut in cuts_of_leaves]
         some, structure = begun(layers)
         many, _ = begun(layers * _MANY)
         cuts: list[tuple[int, Cut | None]] = []
@@ -195,7 +190,7 @@ class Whole:
                 where = checks.at(self._paths[i])
                 raise ValueError(f"{_NAME}: `state`{where}: {came}, {expected}.")
             cuts.append((i, Cut(axis, x.shape[axis] // layers)))
-        return Portion(tuple(positions), tuple(axes_of_leaves), layers, structure, cuts)
+        return Portion(tuple(positions), tuple(cuts_of_leaves), layers, structure, cuts)
 
     def rows(self, i: int) -> Portion | None:
         """That of leaf `i`, whose slices of rows are layers; None where it cannot be cut so."""
@@ -204,14 +199,9 @@ class Whole:
         if count is None:
             return None
         try:
-            each = self.stack([i], [0], shape[0])
+            return self.stack([i], [Cut(0, shape[0] // count)], count)
         except ValueError:  # an array of its state is not by rows
             return None
-        length = shape[0] // count
-        cuts: list[tuple[int, Cut | None]] = [
-            (k, cut if cut is SAME else cut.times(length)) for k, cut in each.owned_cuts
-        ]
-        return each._replace(layers=count, cuts=cuts, length=length)
 
     def leaves(self, positions: Sequence[int]) -> Portion:
         """That of leaves in no stack, and all that is of no layer."""
@@ -234,23 +224,23 @@ class Whole:
         return rest
 
     def _begun(
-        self, positions: Sequence[int], layer: int | None, axes: Sequence[int], layers: int
+        self, positions: Sequence[int], layer: int | None, cuts: Sequence[Cut], layers: int
     ) -> tuple[dict[KeyPath, jax.ShapeDtypeStruct], Structure]:
         """The arrays of a new state of some leaves, by path, and its structure.
 
         Args:
           positions: of the leaves.
           layer: which layer they are; None for what is in no stack.
-          axes: of each leaf that of its layers; none for what is in no stack.
+          cuts: where each leaf has its layers; none for what is in no stack.
           layers: how many they are to have.
         """
         shapes = list(self.shapes.values())
         leaves = [shapes[i] for i in positions]
-        if axes:
-            pairs = zip(leaves, axes, strict=True)
+        if cuts:
+            pairs = zip(leaves, cuts, strict=True)
             leaves = [
-                jax.ShapeDtypeStruct((*x.shape[:k], layers, *x.shape[k + 1 :]), x.dtype)
-                for x, k in pairs
+                jax.ShapeDtypeStruct((*x.shape[:k], layers * n, *x.shape[k + 1 :]), x.dtype)
+                for x, (k, n) in pairs
             ]
         with telling(share=Share(layer, shapes=self.shapes, begins=True)):
             state = self._init(tree_of_share(self.structure, positions, leaves))

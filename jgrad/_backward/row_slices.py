@@ -59,12 +59,8 @@ def updates_of_rows(
         rows = rows.without_those_of(rest)
         if host_memory.place_on_host(model.owned(rows)) is None:
             continue
-        try:
-            update, given = update_of(rows)
-            is_elementwise = update.is_elementwise(given)
-        except (TypeError, ValueError):  # as with a learning rate for each row
-            continue
-        if is_elementwise:
+        update, given = update_of(rows)
+        if update.is_elementwise(given):
             found.append(update)
     return found
 

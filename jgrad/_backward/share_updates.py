@@ -36,6 +36,8 @@ _NAME = "step_in_backward"
 # What to use instead of optax's transformations, by the names of their factories.
 _OURS = {
     "apply_if_finite": "`jgrad.skip_nonfinite`",
+    "clip_by_block_rms": "`jgrad.adafactor`, which has this clip",
+    "clip_by_global_norm": "`jgrad.clip_by_global_norm`",
     "scale_by_factored_rms": "`jgrad.adafactor`",
     "scale_by_trust_ratio": "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`",
 }
@@ -46,7 +48,6 @@ _OF_DEVICES = {
 }
 # Primitives of this library that are right of a slice of rows, too: see `is_elementwise`.
 _OF_ROWS = {"iota", "jgrad_leaf_step"}
-_OF_NORMS = "`jgrad.clip_by_global_norm` for a norm of all gradients"
 _AROUND = {"_in_shares", "chain", "with_extra_args_support"}  # of what has no such function
 _UPDATE = re.compile(r"(\w+)\.<locals>\.update")
 
@@ -77,10 +78,13 @@ def _mixes(equation: Any) -> bool:
 
 def _refuse(equation: Any, does: str) -> None:
     name = _maker(equation)
+    ours = f"use {_OURS[name]}, or the ordinary step" if name in _OURS else "use the ordinary step"
+    raise _error(name, does, ours)
+
+
+def _error(name: str, does: str, remedy: str) -> ValueError:
     who = f"`{name}` of another library" if name else "a transformation of another library"
-    ours = _OURS.get(name, _OF_NORMS if "`reduce_sum`" in does else None)
-    remedy = f"use {ours}, or the ordinary step" if ours else "use the ordinary step"
-    raise ValueError(
+    return ValueError(
         f"{_NAME}: `tx`: {who} computes {does}. It sees one layer at a time: {remedy}."
     )
 
@@ -146,6 +150,22 @@ class Made(NamedTuple):
     parts: Numbers
 
 
+class _Seen(NamedTuple):
+    """What the program of an update shows.
+
+    Attributes:
+      parts: the form of those of `Made`.
+      mixes: whether another library mixes elements.
+      is_foreign: whether one makes arrays that are handed on.
+      maker: the first of its transformations that is known by name; "" if none is.
+    """
+
+    parts: Numbers
+    mixes: bool
+    is_foreign: bool
+    maker: str
+
+
 class ShareUpdate:
     """A transformation, of the leaves of one share.
 
@@ -174,7 +194,7 @@ class ShareUpdate:
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
         self._whole, self._extra = whole, extra
-        self._seen: tuple[Numbers, bool, str | None] | None = None
+        self._seen: _Seen | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
     def __call__(self, given: Start, known: Numbers, others: Numbers | None = None) -> Made:
@@ -186,17 +206,14 @@ class ShareUpdate:
           others: for those that are not known, the parts of all other shares.
         """
         made, share = self._run(given, known, others)
-        self._check_promise(share.foreign)
+        self._check_promise(given, is_foreign=share.is_foreign)
         return made
 
-    def _check_promise(self, foreign: str | None) -> None:
-        if foreign is not None and not self._elementwise:
-            came = f"a transformation of another library hands arrays to `{foreign}`"
-            raise ValueError(
-                f"step_in_backward: `tx`: {came}. It sees one layer at a time: pass "
-                "`elementwise=True` if it computes each element by itself, or use the ordinary "
-                "step."
-            )
+    def _check_promise(self, given: Start, *, is_foreign: bool) -> None:
+        if is_foreign and not self._elementwise:
+            promise = "pass `elementwise=True` if it computes each element by itself"
+            remedy = f"{promise}, or use the ordinary step"
+            raise _error(self._look(given).maker, "updates", remedy)
 
     def _run(
         self, given: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
@@ -230,27 +247,30 @@ class ShareUpdate:
 
     def looks_at_several(self, given: Start) -> bool:
         """Whether another library may compute something of several leaves, or of a whole one."""
-        _, mixes, foreign = self._look(given)
-        return mixes or foreign is not None
+        seen = self._look(given)
+        return seen.mixes or seen.is_foreign
 
     def parts(self, given: Start) -> Numbers:
         """The form of its parts."""
-        return self._look(given)[0]
+        return self._look(given).parts
 
-    def _look(self, given: Start) -> tuple[Numbers, bool, str | None]:
-        """That form, whether another library mixes elements, and the first who is given arrays."""
+    def _look(self, given: Start) -> _Seen:
+        """What its program shows."""
         if self._seen is None:
-            foreign: str | None = None
+            is_foreign = False
 
             def traced(given: Start) -> Made:
-                nonlocal foreign
+                nonlocal is_foreign
                 made, share = self._run(given, {}, marks=True)
-                foreign = share.foreign
+                is_foreign = share.is_foreign
                 return made
 
             closed, made = jax.make_jaxpr(traced, return_shape=True)(given)
-            mixes = any(_mixes(equation) for _, equation in _of_others(closed.jaxpr.eqns))
-            self._seen = made.parts, mixes, foreign
+            others = list(_of_others(closed.jaxpr.eqns))
+            mixes = any(_mixes(equation) for _, equation in others)
+            makers = (_maker(outer) for outer, _ in others)
+            maker = next(filter(None, makers), "") if is_foreign else ""
+            self._seen = _Seen(made.parts, mixes, is_foreign, maker)
         return self._seen
 
     def _check_elements(self, layer: Start) -> None:
@@ -279,10 +299,10 @@ class ShareUpdate:
         What has no layers is the same for all of them: an error where it is computed of one. What
         other libraries do with a layer is checked, too.
         """
-        forms, mixes, foreign = self._look(given)
-        if foreign is not None:
+        forms, mixes, is_foreign, _ = self._look(given)
+        if is_foreign:
             self._check_elements(given)
-            self._check_promise(foreign)
+            self._check_promise(given, is_foreign=True)
 
         def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
             made = self(given, known)
@@ -307,7 +327,7 @@ class ShareUpdate:
             of_given = read_for(i)[len(of_inputs) :]
             if any(map(operator.and_, of_given, alone)):
                 self._refuse_state(i)
-        if mixes and foreign is None:  # it passes on its input, which nobody has seen
+        if mixes and not is_foreign:  # it passes on its input, which nobody has seen
             self._check_elements(given)
         return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
 
@@ -317,23 +337,27 @@ class ShareUpdate:
         So a slice of rows is updated as it would be within its leaf. Random bits are those of the
         leaf (`shares.in_stack`), and 8 bits have blocks within rows.
         """
-        forms, _, foreign = self._look(given)
+        try:
+            seen = self._look(given)
+        except (TypeError, ValueError):  # an option has an entry for each row of the leaf
+            return False
 
         def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers]:
             made = self(given, known)
             return self.owned(made), made.parts
 
-        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
+        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(seen.parts, given)
         are_own = [True] * len(jax.tree.leaves(own)) + [False] * len(jax.tree.leaves(parts))
         program, _ = core.dce_jaxpr(closed.jaxpr, are_own)
         _, read = core.dce_jaxpr(closed.jaxpr, [not x for x in are_own])
         if any(read[len(read) - len(given.state) :]):
             return False
-        ours = set() if foreign is not None else _OF_ROWS
-        passed = ours | _OF_DEVICES
+        passed = _OF_DEVICES if seen.is_foreign else _OF_DEVICES | _OF_ROWS
+
+        (cut,) = self.portion.weight_cuts
 
         def has_rows(shape: Sequence[int]) -> bool:
-            return math.prod(shape) >= self.portion.length
+            return math.prod(shape) >= cut.length
 
         mixes = any(has_rows(x.shape) for x in closed.consts) or any(
             elementwise.mixes(eqn, has_rows) and eqn.primitive.name not in passed

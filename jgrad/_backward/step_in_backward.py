@@ -99,7 +99,9 @@ def step_in_backward(
     `clip_by_global_norm` and `skip_nonfinite` therefore need `first_pass=True`, which computes
     those values in a backward pass of its own before the one that updates. That costs the time of
     a backward pass and little memory. `skip_spikes` does without, because it reads the loss, which
-    `tx` gets as `loss=`; so does `clip_by_global_norm(..., of="previous")`.
+    `tx` gets as `loss=` and as `value=`; so does `clip_by_global_norm(..., of="previous")`. With
+    `skip_nonfinite(loss_scale=)`, let your loss return the scaled value: `tx` gets it divided by
+    the scale of the state, and the step returns it as it is.
 
     Transformations that need the gradients of all layers at once are refused: `accumulate`, `zero`,
     `pack_small`, and packed trees. Options of this library that are functions
@@ -122,8 +124,8 @@ def step_in_backward(
       loss: `loss(params, *args)` returns a real scalar, and calls `scan_layers` on stacks that are
         leaves of `params`, possibly cast as a whole. It may do so inside `jax.vmap`, `jax.jit` or
         `jax.checkpoint`, where the last has no effect. Only one call may read each stack, besides
-        code that is not differentiated, such as a norm for logging. Compute penalties on weights
-        inside the block, with `has_ys=True`.
+        code that is not differentiated, such as a norm for logging or a call of `scan_layers` under
+        `jax.lax.stop_gradient`. Compute penalties on weights inside the block, with `has_ys=True`.
       first_pass: True first computes what depends on all gradients, such as their norm, before any
         layer is updated. A number that depends on another, such as the norm for a second clipping,
         needs one more pass.
@@ -134,7 +136,8 @@ def step_in_backward(
       gradients: a function that is applied to gradients before anything else uses them, also in a
         first pass. It gets a tree like `params` with the gradients of one layer, as a stack of one,
         or of the leaves outside of stacks whose gradients are known at the same time; all other
-        leaves are None. It returns a tree with the same structure, shapes and dtypes.
+        leaves are None. It returns a tree with the same structure, shapes and dtypes. Noise raises
+        an error, because each layer would get the same: add it in the ordinary step.
       mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
         prefix tree of these, as for `apply_gradients`. The gradients of a layer are then sharded
         like its weights; the axis of layers must not be sharded.
@@ -179,7 +182,7 @@ def step_in_backward(
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
             grads = calls.of_all_shares(gradients, grads, traced)
-        extra = {"loss": result[0] if has_aux else result} | extra
+        extra = calls.of_loss(result[0] if has_aux else result, state) | extra
         new = apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra)
         params, state = host_memory.where_they_lay(new, old)
         return params, state, result
@@ -194,7 +197,7 @@ def step_in_backward(
         places: list[Place | None] = []
         if mesh_axes is not None:
             places = Parameters(_NAME, params).places(mesh_axes)
-        extra = {"loss": value} | extra
+        extra = calls.of_loss(value, state) | extra
         whole, model = Whole(tx, params, state), Model.of_trees(params, state)
         options = {"first_pass": first_pass, "elementwise": elementwise}
         step = _Step(whole, traced, model, places, extra, gradients, **options)
@@ -273,7 +276,7 @@ class _Step:
             self._read.append(read)
             return made
 
-        stacks = [whole.stack(call.positions, call.axes, call.count) for call in traced.calls]
+        stacks = [whole.stack(call.positions, call.cuts, call.count) for call in traced.calls]
         groups = [whole.leaves(positions) if positions else None for positions in traced.early]
         rest = whole.rest([*stacks, *filter(None, groups)])
         self._stacks = [update(stack.without_those_of(rest)) for stack in stacks]

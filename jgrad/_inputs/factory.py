@@ -50,6 +50,11 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
     return check
 
 
+def shardings(function: str, _: str, x: Any) -> None:
+    """The kind of `mesh_axes` that have to say which axis of a leaf is sharded."""
+    matrix_options.read_shardings(function, x)
+
+
 class Reads(NamedTuple):
     """The kind of an option that a factory reads once: `Given` has what `read(function, x)` is."""
 
@@ -73,7 +78,7 @@ MATRICES: dict[str, Kind] = {
     "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
     "split": lambda function, _, x: matrix_options.read_split(function, x),
     "layer_axes": Role.LAYER_AXES,
-    "mesh_axes": lambda function, _, x: matrix_options.read_shardings(function, x),
+    "mesh_axes": shardings,
 }
 SHARD_OVER = Reads(
     lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)

@@ -96,10 +96,10 @@ class Parameters:
         return per_array
 
     def per_leaf(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each leaf of the unpacked tree, from one for each array."""
+        """An entry for each leaf of the unpacked tree, from one for each array; None for None."""
         pairs = list(zip(self.specs, entries, strict=True))
         of_leaves = {i: x for spec, x in pairs for i in spec.positions}
-        return [of_leaves[i] for i in range(len(of_leaves))]
+        return list(map(of_leaves.get, range(trees.flatten(self.shapes)[1].num_leaves)))
 
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
@@ -290,7 +290,23 @@ class Inputs(Parameters):
         for i, (moment, x) in enumerate(zip(arg.leaves, updated, strict=True)):
             if self.is_updated[i]:
                 self._check_kind(arg, i, moment, x, shapes is not None, real=real)
+            elif self.w is None and moment is not None and self.reference.leaves[i] is not None:
+                came = checks.describe(self.reference.leaves[i])
+                expected = f"a floating dtype, since `{name}` has an array for it"
+                self.reference.fail(i, TypeError, f"{came}, expected {expected}")
         checks.same_shapes(arg, self.reference._replace(leaves=updated))
+        return list(arg.leaves)
+
+    def copies(self, name: str, tree: PyTree) -> list[Any]:
+        """The leaves of a part of the state that has copies or averages of parameters.
+
+        None where nothing is updated and `init` saw no parameter, as in a part of a model.
+        """
+        arg = self.like_reference(name, tree).with_arrays()
+        for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
+            if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
+                self._check_kind(arg, i, x, p, is_of_some=False, real=False)
+        checks.same_shapes(arg, self.reference)
         return list(arg.leaves)
 
     def _check_kind(

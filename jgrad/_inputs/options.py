@@ -299,8 +299,9 @@ def _of_layer(inputs: Inputs, arg: ArgLeaves) -> ArgLeaves:
         return arg
     for i, x, stack in _stacks(inputs):
         axis = np.ndim(leaves[i]) - x.ndim + stack.axis
-        if axis >= 0 and np.shape(leaves[i])[axis] == stack.layers:
-            leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], share.layer, 1, axis)
+        if axis >= 0 and np.shape(leaves[i])[axis] == stack.layers * stack.length:
+            first = share.layer * stack.length
+            leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], first, stack.length, axis)
     return arg._replace(leaves=leaves)
 
 

@@ -140,19 +140,17 @@ class MomentOptions(NamedTuple):
         read_mesh_axes(function, self.mesh_axes)
         if isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS:
             return self._replace(dtype=_EIGHT_BITS)
-        try:
-            dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
-            fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
-        except TypeError:
-            fits = False
-        if not fits:
+        if self.dtype is not None:
             expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
-            raise TypeError(f"{function}: `moment_dtype`: {self.dtype!r}, expected {expected}.")
+            checks.floating_dtype(
+                function, "moment_dtype", self.dtype, expected, least_exponent=128
+            )
         return self
 
     def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
         checks.parameters(params.reference)
+        _say_if_lost(params)
         moments: list[PyTree] = [None, None]
         forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
         sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
@@ -170,30 +168,21 @@ class MomentOptions(NamedTuple):
                     stacked=stacked,
                     real=i == 1,
                 )
-        if self.dtype is _EIGHT_BITS and not some and told().share is None:
+        if self.dtype is _EIGHT_BITS and not some:
             self._say_if_small(params)
         return OptState(counter(params.tree), *moments)
 
     def _say_if_small(self, params: Parameters) -> None:
-        """Where no leaf is large enough, so that a user who counts on 8 bits knows it.
-
-        A share says nothing, of whose model the whole was looked at.
-
-        To a log and not as a warning, which would be an error in the tests of users with a small
-        model, where nothing is wrong.
-        """
+        """Where no leaf is large enough, so that a user who counts on 8 bits knows it."""
         leaves = params.updated_shapes().leaves
         full = _full_precision(params, self.full_precision)
         sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
-        key = params.function, [None if x is None else x.shape for x in leaves]
-        if not sizes or max(sizes) >= SMALLEST or key in _said:
-            return
-        _said.append(key)
-        _LOG.warning(
-            f"{params.function}: `moment_dtype='8bit'` has no effect on these leaves: moments are "
-            f"in 8 bits from {SMALLEST} elements of a leaf on, and the largest of these has "
-            f"{max(sizes)}. Said once for these shapes."
-        )
+        if sizes and max(sizes) < SMALLEST:
+            _say_once(
+                params,
+                f"`moment_dtype='8bit'` has no effect on these leaves: moments are in 8 bits from "
+                f"{SMALLEST} elements of a leaf on, and the largest of these has {max(sizes)}.",
+            )
 
     def read(
         self,
@@ -312,6 +301,31 @@ class MomentOptions(NamedTuple):
 
 
 AS_PARAMETERS = MomentOptions(None)
+
+
+def _say_if_lost(params: Parameters) -> None:
+    """Where weights are in 8 bits, to which most updates are rounded away."""
+    dtypes = {x.dtype for x in params.reference.leaves if checks.is_inexact(x)}
+    for dtype in sorted((x for x in dtypes if x.itemsize == 1), key=str):
+        lost = float(jnp.finfo(dtype).eps) / 4
+        _say_once(
+            params,
+            f"`params` in {dtype}: updates below {lost:g} times a weight are lost to rounding; put "
+            f"`master_weights` around `{params.function}`.",
+        )
+
+
+def _say_once(params: Parameters, message: str) -> None:
+    """Once for these shapes. A share says nothing, of whose model the whole was looked at.
+
+    To a log and not as a warning, which would be an error in the tests of users with a small model,
+    where nothing is wrong.
+    """
+    shapes = [None if x is None else x.shape for x in params.updated_shapes().leaves]
+    key = params.function, message, shapes
+    if told().share is None and key not in _said:
+        _said.append(key)
+        _LOG.warning(f"{params.function}: {message} Said once for these shapes.")
 
 
 def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:
@@ -485,7 +499,7 @@ def pair(
     Args:
       init: of the parameters.
       update: of one call.
-      name: for messages.
+      name: for messages; a `scale_by_*` makes directions, and no steps.
       kind: of the state, which has to be one that `init` made; None where it may be any.
       handed_on: which extra arguments `update` reads itself, too.
       checks_options: whether `update` itself knows which of the options a call may change.
@@ -496,7 +510,11 @@ def pair(
     def init_of_model(params: PyTree) -> Any:
         if not offloads:
             host_memory.refuse(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
-        return variables.blocks_of_variables(init(arrays_of(params)))
+        state = variables.blocks_of_variables(init(arrays_of(params)))
+        directions = told().directions
+        if directions is not None and name.startswith("scale_by_"):
+            directions.append((name, state))
+        return state
 
     def update_of_model(
         updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any

@@ -106,15 +106,10 @@ def read_coefficients(function: str, coefficients: Any) -> Coefficients:
 
 def check_compute_dtype(function: str, dtype: DTypeLike | None) -> np.dtype | None:
     """None, or a floating dtype, whose products are summed in float32."""
-    try:
-        read = None if dtype is None else np.dtype(dtype)
-        fits = read is None or jnp.issubdtype(read, jnp.floating)
-    except TypeError:
-        fits = False
-    if not fits:
-        expected = "None, or a real floating dtype such as bfloat16"
-        raise TypeError(f"{function}: `compute_dtype`: {dtype!r}, expected {expected}.")
-    return read
+    if dtype is None:
+        return None
+    expected = "None, or a real floating dtype such as bfloat16"
+    return checks.floating_dtype(function, "compute_dtype", dtype, expected)
 
 
 def steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:

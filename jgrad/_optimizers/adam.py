@@ -10,7 +10,7 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of, shardings
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -172,9 +172,9 @@ def adam_step(
       beta1: decay rate of the first moment, in [0, 1).
       beta2: decay rate of the second moment, in [0, 1).
       epsilon: added to the root of the second moment, in [0, inf).
-      bias_correction: "step_size" is the equation above, from the end of section 2 of the paper;
-        "moments" is `m_hat / (sqrt(v_hat) + epsilon)`, as in the paper's algorithm 1, PyTorch and
-        optax; None sets alpha = 1.
+      bias_correction: "step_size" is the equation above, from the end of section 2 of the paper but
+        for the epsilon inside alpha; "moments" is `m_hat / (sqrt(v_hat) + epsilon)`, as in the
+        paper's algorithm 1, PyTorch and optax; None sets alpha = 1.
       out: None.
 
     Returns:
@@ -282,7 +282,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=None, **FORM)
+_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=shardings, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 
@@ -331,8 +331,8 @@ def adam(
         [Re(delta conj(w)) > 0]). A real weight thus decays if it has the sign of delta, and not if
         delta is 0. "independent": w' = w - learning_rate delta - weight_decay w, with a weight
         decay in [0, 1) that acts even when the learning rate is 0.
-      bias_correction: "moments" as above; "step_size" as at the end of section 2 of the paper,
-        which leaves epsilon uncorrected; None for no correction. See `adam_step`.
+      bias_correction: "moments" as above; "step_size" as in `adam_step`, which leaves epsilon
+        uncorrected and, unlike the paper, also adds it to 1 - beta1^t; None for no correction.
       mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
         stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
         TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
@@ -390,7 +390,8 @@ def scale_by_adam(
       beta2: decay rate of the second moment, in [0, 1): a number, a schedule, or a tree of these.
       epsilon: added to the root of the second moment, in [0, inf): a number, a schedule, or a tree
         of these.
-      bias_correction: see `adam_step`.
+      bias_correction: "moments" as in `adam`; "step_size" as in `adam_step`, which leaves epsilon
+        uncorrected and, unlike the paper, also adds it to 1 - beta1^t; None for no correction.
       mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
         stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
         TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,

@@ -7,7 +7,7 @@ import jax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional
-from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
+from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options, shardings
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -118,7 +118,7 @@ _OPTIONS = Options(
     **COUPLED_DECAY,
     nesterov=Role.FLAG,
     momentum=Role.MOMENTUM,
-    mesh_axes=None,
+    mesh_axes=shardings,
     **FORM,
 )
 

@@ -320,7 +320,8 @@ def lamb(
       min_trust_ratio: lower bound of the ratio, in [0, inf).
       trust_ratio_mask: like `weight_decay_mask`. Leaves marked False have ratio 1, whatever the
         bounds.
-      bias_correction: see `adam_step`.
+      bias_correction: "moments" as above; "step_size" as in `adam_step`, which leaves epsilon
+        uncorrected and, unlike the papers, also adds it to 1 - beta1^t; None for no correction.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, where weight decay only
         affects the norm, and no other `weight_decay_rule` is allowed.
       mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded: a name,

@@ -8,7 +8,7 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, Given, Options
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, shardings
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -93,7 +93,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**_BETAS, mesh_axes=None, **FORM)
+_DIRECTION = Options(**_BETAS, mesh_axes=shardings, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 

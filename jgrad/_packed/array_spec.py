@@ -134,7 +134,7 @@ class ArraySpec(NamedTuple):
         share, stack = told().share, self.stack
         if share is None or share.layer is None or stack is None or not stack.axis:
             keys = shares.in_stack(keys, math.prod((*shape, *counts)))
-        elif shape[stack.axis : stack.axis + 1] == (1,):  # a part of its stack, along that axis
+        elif shape[stack.axis : stack.axis + 1] == (stack.length,):  # a part along that axis
             counts[stack.axis], index[stack.axis] = stack.layers, jnp.asarray(share.layer)
         is_whole = all(i is None for i in index)
         part = None if is_whole and place is None else Part(tuple(counts), tuple(index))

@@ -12,6 +12,7 @@ the spans of a whole tree.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -206,10 +207,10 @@ class Layout:
         return i if span.is_unpacked else None
 
     def is_part_of(self, other: "Layout") -> bool:
-        """Whether each leaf is one of the other's at its position, in trees of any structure."""
+        """Whether each leaf is the other's of that name, in trees of any containers."""
         if self == other:
             return True
-        if len(self.spans) != len(other.spans):
+        if other_leaves(self, other, "", ""):
             return False
         both = zip(self.spans, other.spans, strict=True)
         return all(ours is None or (its and ours.is_alike(its)) for ours, its in both)
@@ -309,6 +310,24 @@ class Layout:
 
 
 Layout.__module__ = "jgrad"  # where users import it from, and what a pickle names
+
+
+def other_leaves(a: Layout, b: Layout, a_name: str, b_name: str) -> str:
+    """Where the names of leaves differ, or their order; "" if they are the same.
+
+    A name is a path as rules are written: containers may differ, and flax's variables around
+    leaves, which nnx shows to `init` alone.
+    """
+    if a.structure == b.structure:
+        return ""
+    of_a, of_b = (trees.rule_names(x.tree()) for x in (a, b))
+    both = (a_name, of_a, {*of_b}), (b_name, of_b, {*of_a})
+    firsts = [(who, next((x for x in of if x not in other), None)) for who, of, other in both]
+    if only := [f"only {who} has {x!r}" for who, x in firsts if x is not None]:
+        return "; ".join(only)
+    pairs = itertools.zip_longest(of_a, of_b)  # one name may be that of two leaves
+    x, y = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    return "" if x == y else f"{a_name} has {x!r} where {b_name} has {y!r}"
 
 
 def _described(span: Span | None) -> str:

@@ -1,6 +1,6 @@
 """States restored from files without a target, where jgrad's nodes have become dictionaries."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,44 +18,73 @@ from jgrad._trees.protocols import PyTree
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
 
+    And with states of numbers alone, if `likes` have one: a layer may have the name of its field.
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
     of several the one whose path ends most alike.
     """
+    parts = jax.tree.leaves(likes, is_leaf=_has_numbers_alone)
+    states = {type(x) for x in parts if _has_numbers_alone(x)}
 
     def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
-        kind = _kind(x)
+        kind = _kind(x, states)
         if kind is None:
             return x
         if kind is not Packed:  # in a variable, if its fields are variables
             node = _of_arrays(kind, x)
-            return {"value": node} if isinstance(x[kind._fields[0]], dict) else node
+            is_of_variables = kind not in states and isinstance(x[kind._fields[0]], dict)
+            return {"value": node} if is_of_variables else node
         pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
         buffers = {name: b if own is None else _of_arrays(own, b) for name, b, own in pairs}
-        layout = _layout(buffers, path, likes)
-        if layout is None:
+        layouts, came = _layouts(buffers, path, likes), "the buffers of a packed tree"
+        where = f"{function}: `old`{checks.at(jax.tree_util.keystr(path))}: {came}"
+        if not layouts:
             remedy = (
                 "`like` packed as it was, or `params`; or restore it with a target; matrices of "
                 "Muon that jgrad 1.1 packed, `unpack` there"
             )
-            came = "the buffers of a packed tree, without their layout"
-            where = checks.at(jax.tree_util.keystr(path))
-            raise ValueError(f"{function}: `old`{where}: {came}, expected {remedy}.")
+            raise ValueError(f"{where}, without their layout, expected {remedy}.")
+        layout = layouts[0]
+        if not all(x.is_part_of(layout) for x in layouts):
+            remedy = "expected one; restore it with a target"
+            raise ValueError(f"{where}, for which there are several layouts, {remedy}.")
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
-    is_leaf = lambda x: trees.is_leaf(x) or _kind(x) is not None  # noqa: E731
-    return jax.tree_util.tree_map_with_path(of_node, tree, is_leaf=is_leaf)
+    is_leaf = lambda x: trees.is_leaf(x) or _kind(x, states) is not None  # noqa: E731
+    return jax.tree_util.tree_map_with_path(of_node, _in_order(tree), is_leaf=is_leaf)
 
 
-def _kind(x: PyTree) -> Any:
+def _in_order(tree: PyTree) -> PyTree:
+    """A list for what is one in files of flax by "0" to "11", of which JAX has "10" before "2"."""
+    if type(tree) is list:
+        return list(map(_in_order, tree))
+    if type(tree) is not dict:  # others have their own order, and are in no file
+        return tree
+    parts = {key: _in_order(x) for key, x in tree.items()}
+    keys = [str(i) for i in range(len(parts))]
+    return [parts[key] for key in keys] if len(keys) > 10 and parts.keys() == {*keys} else parts
+
+
+def _has_numbers_alone(x: PyTree) -> bool:
+    """Whether it is a state of jgrad with nothing inside and nothing of parameters."""
+    fields = getattr(type(x), "__jgrad_fields__", None)
+    return fields is not None and {"zero", "like", "measured"}.issuperset(fields.roles.values())
+
+
+def _kind(x: PyTree, states: Collection[Any] = ()) -> Any:
     """The type of node whose fields a dictionary has, in arrays as no model has them; or None."""
     if not isinstance(x, dict):
         return None
     if x.keys() == {"buffers"} and isinstance(x["buffers"], dict):
         return Packed
-    for kind, fits in (Blocks, _are_blocks), (Factors, _are_factors):
+    kinds = (Blocks, _are_blocks), (Factors, _are_factors), *((x, _are_numbers) for x in states)
+    for kind, fits in kinds:
         if x.keys() == {*kind._fields} and fits(*(_array(x[name]) for name in kind._fields)):
             return kind
     return None
+
+
+def _are_numbers(*fields: PyTree) -> bool:
+    return all(getattr(x, "shape", None) == () for x in fields)
 
 
 def _are_blocks(codes: PyTree, scale: PyTree) -> bool:
@@ -80,24 +109,25 @@ def _array(x: PyTree) -> PyTree:
     return x["value"] if isinstance(x, dict) and x.keys() == {"value"} else x
 
 
-def _layout(
+def _layouts(
     buffers: dict[str, PyTree], path: tuple[object, ...], likes: Sequence[PyTree]
-) -> Layout | None:
-    """The layout of one that has these buffers; one without an array may be missing."""
+) -> list[Layout]:
+    """The layouts of those that have these buffers; one without an array may be missing.
+
+    In each of `likes`, of those whose paths end most alike.
+    """
 
     def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
     keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
-
-    def likeness(node: tuple[tuple[object, ...], PyTree]) -> int:
-        return path_rules.common_end(path_rules.keys_of(node[0]), keys)
-
+    layouts: list[Layout] = []
     for like in likes:
-        nodes = jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed)
-        packed = filter(lambda node: packing.is_packed(node[1]), nodes)
-        for _, x in sorted(packed, key=likeness, reverse=True):
-            if of_arrays(x.buffers) == shapes and x.layout.shard is None:
-                layout: Layout = x.layout
-                return layout
-    return None
+        by_likeness: dict[int, list[Layout]] = {}
+        for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed):
+            is_it = packing.is_packed(x) and of_arrays(x.buffers) == shapes
+            if is_it and x.layout.shard is None:
+                end = path_rules.common_end(path_rules.keys_of(key_path), keys)
+                by_likeness.setdefault(end, []).append(x.layout)
+        layouts += by_likeness[max(by_likeness)] if by_likeness else []
+    return layouts

@@ -1,5 +1,6 @@
 """`carry_over` converts a state for another recipe, and reports what became of each part."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -38,7 +39,8 @@ def carry_over(
 
     Parts are matched by their meaning and by the paths of their parameters, so you can add, remove
     and reorder wrappers. `old` may come from jgrad, from optax, or from orbax restoring without a
-    target. The `value` of a flax variable is not part of a path. Arrays are converted to 8 bits or
+    target; what is packed there has no names, so it gets those in `like` or `params`, with a note.
+    The `value` of a flax variable is not part of a path. Arrays are converted to 8 bits or
     back, and trees are packed or unpacked, as needed. If several parts have the same meaning, they
     are matched in order, so a state of the same recipe comes back bit for bit. With flax's
     `nnx.Optimizer`, pass the `opt_state` of each, and put the result into the new one by
@@ -80,8 +82,9 @@ def carry_over(
 
     Raises:
       ValueError: a first moment is ambiguous, a second one is missing, a leaf has another shape,
-        nothing matches, parameters are missing, or a path in `rename` does not exist; with
-        `strict`, anything is dropped or new.
+        nothing matches, parameters are missing, a path in `rename` does not exist, or `like` and
+        `params` don't have one layout for what a file has packed; with `strict`, anything is
+        dropped or new.
       TypeError: `like` is a transformation, or a leaf has the wrong type.
 
     Example:
@@ -100,8 +103,9 @@ def carry_over(
         checks.one_of(NAME, "momentum", momentum, (matching.KEEP, matching.RESET))
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
-    old = restored.with_nodes(NAME, old, like, params)
-    form = like
+    from_file = restored.with_nodes(NAME, old, like, params)
+    is_unnamed = packing.any_packed(from_file) and not packing.any_packed(old)
+    old, form = from_file, like
     old, like = map(variables.variables_of_blocks, (old, like))
     shapes = packing.shapes(like, as_stored=True)
     before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
@@ -115,6 +119,8 @@ def carry_over(
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
     made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
+    if is_unnamed:
+        account = dataclasses.replace(account, notes=(*account.notes, _UNNAMED))
     if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     expected, structure = trees.flatten(like)
@@ -130,6 +136,12 @@ def carry_over(
         state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
         state = packing.pack(state, like=like)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
+
+
+_UNNAMED = (
+    "packed leaves of a file, which does not have their names: read by those in `like` or "
+    "`params`. If they had others, restore the file with a target, and `rename` them."
+)
 
 
 def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:

@@ -111,6 +111,8 @@ class ArgLeaves(NamedTuple):
         elif jax.tree_util.treedef_is_leaf(structure):  # one for all
             leaves *= trees.flatten(reference)[1].num_leaves
         else:
+            if not trees.is_prefix(tree, reference):
+                tree = trees.masked_as(reference, tree)
             same_structure(function, name, tree, reference_name, reference, prefix=True)
             leaves = trees.broadcast(tree, reference)
         return cls(function, name, leaves, lambda: trees.paths(reference))
@@ -345,6 +347,21 @@ def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -
     if not (value is None or isinstance(value, str)) or value not in allowed:
         options = ", ".join(map(repr, allowed))
         raise ValueError(f"{function}: `{name}`: {describe(value)}, expected one of {options}.")
+
+
+def floating_dtype(
+    function: str, name: str, x: object, expected: str, *, least_exponent: int = 0
+) -> np.dtype:
+    """A real floating dtype by its name or type; not an array, though it has one."""
+    try:
+        read = np.dtype(x) if isinstance(x, (str, type, np.dtype)) else None
+    except TypeError:
+        read = None
+    is_floating = read is not None and jnp.issubdtype(read, jnp.floating)
+    if read is None or not is_floating or jnp.finfo(read).maxexp < least_exponent:
+        came = describe(x) if is_array(x) else repr(x)
+        raise TypeError(f"{function}: `{name}`: {came}, expected {expected}.")
+    return read
 
 
 def boolean(function: str, name: str, value: object) -> None:

@@ -223,6 +223,7 @@ _LACKING = (
     ("adam", "amsgrad", "`optax.amsgrad`, which works beside jgrad"),
     ("lamb", "eps_root", _OPTAX),
     ("adafactor", "decay_offset", _OPTAX),
+    ("adafactor", "beta2", "`beta2_decay` and `beta2_cap` in `{0}(...)`, which say how it rises"),
     ("adafactor", "factored", "a `min_side` larger than each side"),
     ("muon scale_by_muon", "adaptive preconditioning", _CONTRIB),
     ("muon", "adam_eps_root", _CONTRIB),
@@ -422,7 +423,9 @@ def _begin_alike(name: str, ours: str) -> bool:
 
 
 def refuse_option(function: str, name: str) -> None:
-    """An error for an option of a factory that it does not take in a call."""
+    """An error for an option of a factory that it does not take in a call, or lacks itself."""
+    if name in KEYWORDS:
+        refuse_keyword(function, name, LACKING.get((function, name), ""))
     if name in _OPTIONS_OF.get(function, ()):
         expected = f"in `{function}(...)`, since it is the same in every call"
         raise TypeError(f"{function}: `{name}`: given to `update`, expected {expected}.")

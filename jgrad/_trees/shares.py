@@ -53,7 +53,7 @@ class Share:
     Attributes:
       layer: the number of the layer, which may be traced; None for what is in no stack.
       parts: this share's part of each number of all shares.
-      foreign: the first function that was given arrays which another library has made, if any.
+      is_foreign: whether a function was given arrays which another library has made.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Share:
         self.layer = layer
         self.parts: dict[Key, tuple[Combine, PyTree]] = {}
         self._known, self._others, self._shapes = known or {}, others or {}, shapes
-        self.foreign: str | None = None
+        self.is_foreign = False
         self._marks = marks
         self._begins, self._trace = begins, trace_state()
         self._seen: dict[int, object] = {}  # arrays by identity, which are kept for it
@@ -116,14 +116,14 @@ class Share:
         """Remembers arrays that another library has made: it may have looked at all gradients."""
         if all(id(x) in self._seen for x in jax.tree.leaves(tree)):
             return
-        if trace_state() != self._trace:
+        if trace_state() not in (self._trace, told().trace):  # the latter in a branch of ours
             raise ValueError(
                 f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
                 "`jax.jit`; wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for "
                 f"`optax.apply_if_finite`, and for `optax.MultiSteps` {IN_PARTS}, or use the "
                 "ordinary step."
             )
-        self.foreign = self.foreign or function
+        self.is_foreign = True
 
     def within(self, *, own: bool) -> AbstractContextManager[Any]:
         """Marks operations as this library's own, or as those of what is inside, if it marks."""

@@ -49,10 +49,12 @@ class Stack(NamedTuple):
     Attributes:
       axis: of the leaf.
       layers: how many there are.
+      length: of each along the axis.
     """
 
     axis: int
     layers: int
+    length: int = 1
 
 
 class Told(NamedTuple):
@@ -71,6 +73,7 @@ class Told(NamedTuple):
       undecayed: names of leaves whose norm a wrapper keeps, where weight decay makes no sense.
       share: the `Share` whose update is traced, in `step_in_backward`.
       stacks: by path, those of the model, in either form of that step.
+      directions: the names and states of each `scale_by_*` whose `init` runs, if a wrapper asks.
     """
 
     commit: Any = None
@@ -83,6 +86,7 @@ class Told(NamedTuple):
     undecayed: frozenset[str] = frozenset()
     share: Any = None
     stacks: Mapping[Any, Stack] = MappingProxyType({})
+    directions: list[tuple[str, Any]] | None = None
 
     @property
     def commits(self) -> list[Any]:
@@ -105,7 +109,9 @@ def told() -> Told:
     said = _told.get()
     if said is NOTHING or said.trace == trace_state():
         return said
-    return said._replace(commit=None, windows=None, finite=None, notes=None, is_dry=False)
+    return said._replace(
+        commit=None, windows=None, finite=None, notes=None, is_dry=False, directions=None
+    )
 
 
 def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:

@@ -27,9 +27,10 @@ def is_none(x: PyTree) -> bool:
 def may_be_function(x: object) -> bool:
     """Whether `x` can be called; without parameters, it is unknown whether it should be.
 
-    No arrays, as variables of flax are, and no rules by path.
+    No arrays, as variables of flax are, no rules by path, and no class, which makes an object.
     """
-    return callable(x) and not (hasattr(x, "__jax_array__") or hasattr(x, "__jgrad_rules__"))
+    is_other = hasattr(x, "__jax_array__") or hasattr(x, "__jgrad_rules__") or isinstance(x, type)
+    return callable(x) and not is_other
 
 
 def opened(x: PyTree) -> PyTree:
@@ -47,7 +48,7 @@ def is_function(x: PyTree, params: PyTree) -> bool:
     be callable: rates in a model of equinox. Such a tree has the structure of the parameters.
     """
     is_tree = not jax.tree_util.all_leaves([x])
-    return may_be_function(x) and not (is_tree and is_prefix(x, params))
+    return may_be_function(x) and not (is_tree and is_prefix(masked_as(params, x), params))
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
@@ -67,13 +68,25 @@ def paths(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
+def _is_masked(x: PyTree) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+
 def masked_paths(tree: PyTree) -> list[KeyPath]:
     """The paths of leaves and nodes that `optax.masked` or `optax.partition` has taken away."""
+    return [name for _, name, x in named_leaves(tree, _is_masked) if _is_masked(x)]
 
-    def is_masked(x: PyTree) -> bool:
-        return isinstance(x, optax.MaskedNode)
 
-    return [name for _, name, x in named_leaves(tree, is_masked) if is_masked(x)]
+def masked_as(tree: PyTree, option: PyTree) -> PyTree:
+    """An option of the whole model, without what `optax` has taken away from `tree`."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
+    masked = {path: x for path, x in nodes if _is_masked(x)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: masked.get(path, x),
+        option,
+        is_leaf=lambda path, x: path in masked or is_leaf(x),
+        is_leaf_takes_path=True,
+    )
 
 
 def rule_names(tree: PyTree) -> list[str]:

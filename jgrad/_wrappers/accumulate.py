@@ -205,8 +205,8 @@ def accumulate(
 
     Raises:
       ValueError: `every` is below 1, or is a function although no state inside counts updates; a
-        weight is negative, or given without `weighted`; from `init`, another `accumulate` or a loss
-        scale is inside.
+        weight is negative, or given without `weighted`; from `init`, another `accumulate`, an
+        `optax.MultiSteps` or a loss scale is inside.
       TypeError: `tx` is not a transformation, `every` is neither an int nor a function, or
         a weight is missing.
 
@@ -220,7 +220,7 @@ def accumulate(
       (1, 1)
     """
     tx = inside.transformation(_NAME, tx)
-    if not callable(every):
+    if not trees.may_be_function(every):
         checks.count(_NAME, "every", every)
     checks.boolean(_NAME, "check_finite", check_finite)
     checks.boolean(_NAME, "weighted", weighted)

@@ -78,7 +78,7 @@ def average_params(
 
     Raises:
       ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
-        inside.
+        inside, or a `scale_by_*` without a learning rate after it.
       TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:
@@ -114,18 +114,17 @@ def average_params(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
-        old = inputs.like_reference("state.average", state.average)
-        checks.same_shapes(old, inputs.reference)
+        old = inputs.copies("state.average", state.average)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: it may have got only part of a model.
-        new = [None if o is None else x for x, o in zip(after, old.leaves, strict=True)]
+        new = [None if o is None else x for x, o in zip(after, old, strict=True)]
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
         floating = [x if checks.is_inexact(x) else None for x in new]  # integers are copied
-        averaged = apply(rules.average, floating, list(old.leaves), beta.value, beta.complement)
-        averaged = inputs.kept(averaged, old.leaves)
+        averaged = apply(rules.average, floating, old, beta.value, beta.complement)
+        averaged = inputs.kept(averaged, old)
         both = zip(averaged, new, strict=True)
-        average = inputs.moments([x if a is None else a for a, x in both], old.leaves)
+        average = inputs.moments([x if a is None else a for a, x in both], old)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
     return pair(init, update, _NAME, EmaState)

@@ -167,7 +167,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
     above the largest finite number is infinite. The derivative at zero is zero.
 
     Args:
-      tree: floating or complex leaves; None and all other leaves are ignored.
+      tree: floating or complex leaves; None and arrays of other dtypes are ignored.
       mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
         `lars`, so that the norm is that of whole leaves.
 
@@ -175,7 +175,7 @@ def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
       A scalar in float32, or in float64 if a leaf is.
 
     Raises:
-      TypeError: a leaf is not an array.
+      TypeError: a leaf is neither an array nor a float.
       ValueError: `mesh_axes` does not fit the tree.
 
     Example:
@@ -194,6 +194,10 @@ def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[j
     float0 = jax.dtypes.float0
     without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
     checks.arrays_or_numbers(function, name, without)
+    arg = ArgLeaves.from_tree(function, name, without)
+    for i, x in enumerate(arg.leaves):
+        if isinstance(x, int):  # which has no dtype that says so
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or a float")
     inputs = Parameters(function, tree, name)
     return inputs, [x if checks.is_inexact(x) else None for x in inputs.reference.leaves]
 

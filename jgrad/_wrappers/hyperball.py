@@ -390,8 +390,8 @@ def hyperball(
 
     Raises:
       ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
-        inside; from `update`, a chosen leaf has weight decay, or the state was made for another
-        choice of leaves.
+        inside, or a `scale_by_*` without a learning rate after it; from `update`, a chosen leaf has
+        weight decay, or the state was made for another choice of leaves.
       TypeError: an option has the wrong type, or `leaves` is missing.
 
     Example:

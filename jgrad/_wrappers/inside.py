@@ -8,10 +8,13 @@ lists these.
 
 The order of wrappers is checked while their `init` runs: each wrapper is known to everything
 inside, so it is found around chains and transformations of other libraries, too. A table lists the
-orders that would train nothing, or something else.
+orders that would train nothing, or something else. Likewise `init` finds a `scale_by_*` where a
+step is needed: by its state, which is the last of a chain.
 """
 
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +26,7 @@ import optax
 from jgrad._trees import checks, trees
 from jgrad._trees.explained import Transformation
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.told import during, told
+from jgrad._trees.told import during, telling, told
 
 _OFFLOADED = "__jgrad_offloaded__"
 LOSS_SCALE = "skip_nonfinite(loss_scale=)"  # distinguished from one without loss scaling
@@ -32,9 +35,14 @@ _around: ContextVar[tuple[str, ...]] = ContextVar("_around", default=())
 
 _ROUNDING = ("master_weights", "stochastic_rounding")
 _MOVING = ("hyperball", "schedule_free")  # weights by other updates than those inside
+_COUNTING = ("average_params", *_MOVING)  # each call as an update
 _IS_WIDE = "what is inside sees float32 weights, and has nothing to round"
 _IS_OTHER = "the updates inside are not those that move the weights"
-_EACH_CALL = "the average would move in each call, and not in each update"
+_EACH_CALL = "it takes each call for an update"
+_ONE_WINDOW = (
+    "one `accumulate`, whose `every` is the product of both",
+    "each would count windows of the other",
+)
 # Wrappers that do not update in every call, and how each is applied; optax's are known by states.
 _OF_CALLS = {
     "accumulate": "accumulate({}, every)",
@@ -43,11 +51,18 @@ _OF_CALLS = {
     "skip_spikes": "skip_spikes({})",
     "optax.MultiSteps": "optax.MultiSteps({}, every_k_schedule)",
     "optax.apply_if_finite": "optax.apply_if_finite({}, max_consecutive_errors)",
+    "optax.conditionally_mask": "optax.conditionally_mask({}, should_transform_fn)",
 }
 _OF_OPTAX = {
     optax.MultiStepsState: "optax.MultiSteps",
     optax.ApplyIfFiniteState: "optax.apply_if_finite",
+    optax.ConditionallyMaskState: "optax.conditionally_mask",
 }
+
+
+def _shown(wrapper: str, tx: str) -> str:
+    return f"{wrapper}({tx}{', decay' * (wrapper == 'average_params')})"
+
 
 # By (around, inside): what is expected, and why.
 _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
@@ -60,14 +75,8 @@ _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         "the outer one skips what overflows, so the scale never halves",
     ),
     (LOSS_SCALE, LOSS_SCALE): ("one `loss_scale`", "gradients would be divided by both"),
-    ("accumulate", "accumulate"): (
-        "one `accumulate`, whose `every` is the product of both",
-        "each would count windows of the other",
-    ),
-    ("schedule_free", "accumulate"): (
-        "it outside: `accumulate(schedule_free(tx), every)`",
-        _EACH_CALL,
-    ),
+    ("accumulate", "accumulate"): _ONE_WINDOW,
+    ("accumulate", "optax.MultiSteps"): _ONE_WINDOW,
     ("hyperball", "hyperball"): (
         "one `hyperball`, whose `leaves`, `learning_rate` and `radius` may be trees",
         _IS_OTHER,
@@ -82,17 +91,24 @@ _REFUSED: dict[tuple[str, str], tuple[str, str]] = {
         for y in _ROUNDING
     },
     **{
-        (x, "average_params"): (f"it outside: `average_params({x}(tx), decay)`", _IS_OTHER)
+        (x, "average_params"): (f"it outside: `{_shown('average_params', f'{x}(tx)')}`", _IS_OTHER)
         for x in _MOVING
     },
     **{
-        ("average_params", x): (
-            f"it outside: `{y.format('average_params(tx, decay)')}`",
-            _EACH_CALL,
-        )
-        for x, y in _OF_CALLS.items()
+        (x, y): (f"it outside: `{around.format(_shown(x, 'tx'))}`", _EACH_CALL)
+        for x in _COUNTING
+        for y, around in _OF_CALLS.items()
     },
 }
+
+# What sets weights, or averages them: its updates are right as they are alone.
+_OF_WEIGHTS = (*_COUNTING, *_ROUNDING)
+# The states of optax's `scale_by_*` that set the size of updates themselves. The others may follow
+# a learning rate, as schedules, searches of a line and what is linear do.
+_DIRECTIONS = re.compile(
+    "ScaleBy(?!Schedule|DistanceOver|Optimistic|Backtracking|Zoom).*|FactoredState|MuonState"
+)
+_HELD = ("inner", "inner_state", "inner_opt_state")  # fields with the state of what is inside
 
 
 def check_order(name: str) -> None:
@@ -120,6 +136,46 @@ def check_others(state: PyTree) -> None:
     for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
         if isinstance(x, kinds):
             check_order(_OF_OPTAX[type(x)])
+
+
+def _check_step(function: str, state: PyTree, directions: list[tuple[str, PyTree]]) -> None:
+    """An error where what is inside makes no step: a learning rate behind it came too late."""
+    for end in _ends(state):
+        names = [name for name, x in directions if x is end]
+        kind = type(end)
+        if kind.__module__.startswith("optax.") and _DIRECTIONS.fullmatch(kind.__name__):
+            names.append(f"optax.{kind.__name__}")
+        if names:
+            right = _shown(function, "optax.chain(tx, optax.scale_by_learning_rate(rate))")
+            raise ValueError(
+                f"{function}: `tx`: `{names[0]}` inside, expected a learning rate after it, inside "
+                f"too: `{right}`, since nothing may change updates after `{function}`."
+            )
+
+
+def _ends(state: PyTree) -> Iterator[PyTree]:
+    """The states of what makes the updates: the last of a chain, and of each group."""
+    fields = getattr(state, "_fields", ())
+    held = [getattr(state, x) for x in _HELD if x in fields]
+    if isinstance(state, (tuple, dict)) and not fields:
+        held = list(state.values() if isinstance(state, dict) else state)[-1:]
+    if "inner_states" in fields:
+        held = list(state.inner_states.values())
+    for x in held:
+        yield from _ends(x)
+    if not held:
+        yield state
+
+
+def check_not_in_multi_steps(function: str) -> None:
+    """An error in an `init` that `optax.MultiSteps` calls, which computes with the state."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is optax.MultiSteps.init.__code__:
+            right = f"{function}({_OF_CALLS['optax.MultiSteps'].format('tx')})"
+            came = f"`{function}` inside, expected it outside everything: `{right}`"
+            raise ValueError(f"optax.MultiSteps: `opt`: {came}.")
+        frame = frame.f_back
 
 
 # ---- what is inside ----------------------------------------------------------------------------
@@ -171,9 +227,13 @@ def transformation(
         _refuse_offload(function)
 
     def init(params: PyTree) -> PyTree:
-        with standing_around(name_in_order or function):
+        directions = told().directions
+        directions = [] if directions is None else directions
+        with standing_around(name_in_order or function), telling(directions=directions):
             state = tx.init(params)
             check_others(state)
+        if function in _OF_WEIGHTS:
+            _check_step(function, state, directions)
         return state
 
     return optax.GradientTransformationExtraArgs(init, tx.update)

@@ -71,7 +71,8 @@ def master_weights(tx: optax.GradientTransformation) -> Transformation:
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: from `init`, another wrapper that rounds weights is inside.
+      ValueError: from `init`, another wrapper that rounds weights is inside, or a `scale_by_*`
+        without a learning rate after it.
 
     Example:
       >>> params = grads = {"w": jnp.ones((3, 2), jnp.bfloat16), "b": jnp.zeros(2)}
@@ -163,13 +164,17 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
         if p is None and copy is not None:
             expected = "None for a parameter that needs no copy"
-        elif p is not None and copy is None and inputs.g[i] is not None:
+        elif p is not None and (copy is not None or inputs.is_updated[i]) and not _is_real(copy):
             expected = f"a float32 copy of a parameter of {p.dtype}"
         else:
             continue
         remedy = "call `init` with parameters of the dtypes that `update` gets"
         copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
     checks.same_shapes(copies, inputs.reference._replace(leaves=half))
+
+
+def _is_real(x: Any) -> bool:
+    return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _is_half(p: Any) -> bool:

@@ -83,6 +83,7 @@ def offload(tx: optax.GradientTransformation) -> Transformation:
 
     def init(params: PyTree) -> PyTree:
         inside.check_outside()
+        inside.check_not_in_multi_steps(_NAME)
         host_memory.check(_NAME)
         return host_memory.large_to_host(tx.init(host_memory.to_device(params)))
 

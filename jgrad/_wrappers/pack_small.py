@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import optax
 
-from jgrad._inputs.inputs import Inputs
+from jgrad._inputs.inputs import OTHER_FORM, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
-from jgrad._packed.layouts import Layout, layout_of
+from jgrad._packed.layouts import Layout, layout_of, other_leaves
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.checks import ArgLeaves
@@ -48,7 +48,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
       If you pass other trees to `optax.tree.map_params`, use `tx` and `unpack(state)` there.
 
     Raises:
-      ValueError: `max_size` is below 0.
+      ValueError: `max_size` is below 0; from `update`, the leaves of the state have other names.
       TypeError: `tx` is not a transformation, or `max_size` is not an int.
 
     Example:
@@ -86,18 +86,8 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
         if old is None:
             if layout.shapes:
                 _check_stateless(tx, packing.fill(layout, leaves))
-        elif inputs.w is None:
-            checks.same_shapes(inputs.reference, ArgLeaves.from_tree(_NAME, "state", old.tree()))
-            layout = old
-        elif layout.is_part_of(old):
-            # The tree may differ but have the same leaves: flax's nnx only wraps them for `init`.
-            layout = dataclasses.replace(old, structure=layout.structure)
         else:
-            phrase = next(layout.__jgrad_differences__(old, "`params`", "it"))
-            raise ValueError(
-                f"{_NAME}: `state` was made for other parameters, or with another `max_size`: "
-                f"{phrase}."
-            )
+            layout = _in_containers_of(layout, old, inputs)
         # Parts of the state may have their own layouts, for some of the leaves.
         state = _with_structure(state, layout.structure)
         if _fit(layout, g):
@@ -130,6 +120,32 @@ def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
         if span is None and inputs.g[i] is None:
             leaves[i] = g[i] = None
     return structure.unflatten(leaves)
+
+
+def _in_containers_of(layout: Layout, old: Layout, inputs: Inputs) -> Layout:
+    """The layout of a state for the trees of this update, whose leaves are the same by name.
+
+    The containers may be others: flax's nnx wraps leaves in variables for `init` alone.
+    """
+    name = f"`{inputs.reference.name}`"
+    phrase = other_leaves(layout, old, name, "`state`")
+    if phrase:
+        phrase += f"; {OTHER_FORM[:-2]}, rename=...)`"
+    else:
+        old = dataclasses.replace(old, structure=layout.structure)
+        if inputs.w is None:  # of gradients, the dtypes may be others
+            of_state = ArgLeaves.from_tree(_NAME, "state", old.tree())
+            checks.same_shapes(inputs.reference, of_state)
+            for i, x in enumerate(of_state.leaves):
+                if x is None and inputs.is_updated[i]:
+                    came = checks.describe(inputs.g[i])
+                    inputs.reference.fail(i, TypeError, f"{came}, expected None, as in `state`")
+        elif not layout.is_part_of(old):
+            phrase = next(layout.__jgrad_differences__(old, name, "it"))
+    if phrase:
+        made_for = "other parameters, or with another `max_size`"
+        raise ValueError(f"{_NAME}: `state` was made for {made_for}: {phrase}.")
+    return old
 
 
 def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed[Any]) -> None:

@@ -98,7 +98,7 @@ def schedule_free(
 
     Raises:
       ValueError: a Python number is out of range; from `init`, a wrapper that belongs outside is
-        inside.
+        inside, or a `scale_by_*` without a learning rate after it.
       TypeError: `tx` is not a transformation, or an option has the wrong type.
 
     Example:
@@ -136,8 +136,8 @@ def schedule_free(
     ) -> tuple[PyTree, ScheduleFreeState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
-        z = _copies(inputs, "state.z", state.z)
-        average = _copies(inputs, "state.average", state.average)
+        z = inputs.copies("state.z", state.z)
+        average = inputs.copies("state.average", state.average)
         value, complement, _ = numbers.beta(_NAME, "beta", beta)
         y = apply(rules.average, z, average, value, complement)
         at = _with(trees.flatten(params)[1].unflatten(y), params)
@@ -216,11 +216,3 @@ def _weight(
 def _with(copies: PyTree, params: PyTree) -> PyTree:
     """What the transformation inside gets: the float32 copy if there is one, else the parameter."""
     return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
-
-
-def _copies(inputs: Inputs, name: str, tree: PyTree) -> list[Any]:
-    """The leaves of a part of the state, shaped as what is updated; None for the others."""
-    arg = inputs.like_reference(name, tree)
-    moved = [p if checks.is_inexact(p) else None for p in inputs.reference.leaves]
-    checks.same_shapes(arg, inputs.reference._replace(leaves=moved))
-    return list(arg.leaves)

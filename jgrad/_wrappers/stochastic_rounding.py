@@ -83,9 +83,10 @@ def stochastic_rounding(
     place of the larger of the two weights, as with `master_weights`.
 
     The random bits are a hash of (seed, step, leaf, element), so the state has no key. They are the
-    same on any number of devices, on all replicas, after a restart, and if parameters are packed;
-    inside `shard_map`, this needs `mesh_axes` or `zero`. They repeat after 2^31 updates, when the
-    step counter saturates. Models under `vmap` share their random bits.
+    same on any number of devices, on all replicas, after a restart, and if parameters are packed,
+    unless by `layer_axes` along another axis than the first; inside `shard_map`, this needs
+    `mesh_axes` or `zero`. They repeat after 2^31 updates, when the step counter saturates. Models
+    under `vmap` share their random bits.
 
     Args:
       tx: any transformation. It gets bfloat16 gradients and parameters in float32.
@@ -101,7 +102,8 @@ def stochastic_rounding(
     Raises:
       TypeError: `tx` is not a transformation, `seed` is not an int, `mesh_axes` has the wrong type,
         or a parameter is in float16 or 8 bits, for which you can use `master_weights`.
-      ValueError: `seed` is below 0; from `init`, another wrapper that rounds weights is inside.
+      ValueError: `seed` is below 0; from `init`, another wrapper that rounds weights is inside, or
+        a `scale_by_*` without a learning rate after it.
 
     Example:
       >>> params = grads = {"w": jnp.ones((64, 256), jnp.bfloat16)}

@@ -111,6 +111,8 @@ RECIPES = {
      roundings=NORMS),
     "skip": Recipe(lambda: jgrad.skip_nonfinite(adam()), FIRST),
     "branch": Recipe(lambda: jgrad.skip_nonfinite(adam(), branch=True), FIRST, roundings=4),
+    "a branch around optax": Recipe(lambda: jgrad.skip_nonfinite(optax.chain(adam(), optax.scale(0.5)), branch=True),
+     FIRST | {"elementwise": True}, roundings=4),
     "partition": Recipe(partition, roundings=NORMS),
     "optax": Recipe(lambda: optax.sgd(1e-2, momentum=0.9), {"elementwise": True}, roundings=4),
     "all": Recipe(lambda: watched(jgrad.skip_nonfinite(clipped(jgrad.stochastic_rounding(eight_bits())))), FIRST,

@@ -27,7 +27,8 @@ def of_optax(name, *rest):
     return refused(f"`{name}` of another library", *rest)
 
 
-CLIP = "`jgrad.clip_by_global_norm` for a norm of all gradients"
+CLIP = "`jgrad.clip_by_global_norm`"
+FACTORED = "`jgrad.adafactor`, which has this clip"
 RATIO = "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`"
 KEY = jax.random.key(0)
 MIX = {
@@ -36,7 +37,10 @@ MIX = {
     "a clip in a wrapper": (lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0),
      optax.sgd(0.1))), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
     "a clip by block": (lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
-     of_optax("clip_by_block_rms", "reduce_sum", CLIP)),
+     of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
+    "adafactor": (lambda: optax.adafactor(1e-2), of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
+    "a clip in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adam()),
+     branch=True), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
     "a clip by unit": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
      of_optax("adaptive_grad_clip", "squeeze")),
     "noise": (lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)), of_optax("add_noise", "random_split")),
@@ -46,7 +50,7 @@ MIX = {
      of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`")),
     "whether there is a NaN": (lambda: optax.chain(optax.zero_nans(), adam()), of_optax("zero_nans", "reduce_or")),
     "a row of a loop": (lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
-     of_optax("stateless", "reduce_sum", CLIP)),
+     of_optax("stateless", "reduce_sum")),
     "a place in a leaf": (lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
      of_optax("stateless", "iota")),
     "a function of nobody": (lambda: optax.GradientTransformation(lambda params: (),

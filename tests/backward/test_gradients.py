@@ -176,6 +176,38 @@ def test_other_trees(name, is_forced):
         assert_error(error, f"step_in_backward: {message}", call(gradients=function))
 
 
+def with_noise(g):
+    """As in private training: one key, split over the leaves."""
+    leaves, structure = jax.tree.flatten(g)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    pairs = zip(keys, leaves, strict=True)
+    return structure.unflatten([x + jax.random.normal(k, x.shape, x.dtype) for k, x in pairs])
+
+
+def rounded(g):
+    """In a branch, with a generator of XLA's own."""
+
+    def some(x):
+        bits = jax.lax.rng_uniform(jnp.zeros((), x.dtype), jnp.ones((), x.dtype), shape=x.shape)
+        return jnp.floor(x + bits)
+
+    return jax.tree.map(lambda x: jax.lax.cond(x.sum() > 0, some, jnp.floor, x), g)
+
+
+@both_forms
+@pytest.mark.parametrize("draws", [(with_noise, "random_bits"), (rounded, "rng_uniform")])
+def test_random_bits_are_refused(draws, is_forced):
+    """Each layer would have those of the first."""
+    function, name = draws
+    message = (
+        f"step_in_backward: `gradients`: `{name}`, which draws the same random bits for each "
+        "layer; expected none: add noise to all gradients at once, in the ordinary step."
+    )
+    with forced(is_forced):
+        assert_error(ValueError, message, call(gradients=function))
+        assert_error(ValueError, message, call(gradients=jax.jit(function)))
+
+
 @both_forms
 @pytest.mark.parametrize("around", AROUND)
 def test_gradients_of_a_device_alone_are_refused(around, is_forced):

@@ -58,22 +58,31 @@ def scan(params, x=0.0, block=add):
     return jgrad.scan_layers(block, params["layers"], x)
 
 
-def twice(name):
+PENALTY = (
+    "compute a penalty in its block, by `has_ys=True`, and move what layers share out of the stack, "
+    "where `block` may read it"
+)
+CALLS = (
+    "call it once, on a concatenated batch; a model that applies its layers several times needs the "
+    "ordinary step"
+)
+
+
+def twice(name, remedy=PENALTY):
     return (
         f"step_in_backward: `params` at ['layers']['{name}']: read twice, expected that only one call of "
-        "`scan_layers` reads it: compute a penalty in its block, by `has_ys=True`, and move what "
-        "layers share out of the stack, where `block` may read it."
+        f"`scan_layers` reads it: {remedy}."
     )
 
 
 def changed(came, remedy):
     return (
-        f"scan_layers: `layers`: {came}, expected a leaf, which may be cast or transposed as a "
-        f"whole; {remedy}."
+        f"scan_layers: `layers`: {came}, expected a leaf, which may be cast, transposed or grouped "
+        f"as a whole; {remedy}."
     )
 
 
-INSIDE = "change it inside of `block`, and give each call leaves of its own"
+INSIDE = "store it as it is scanned, a stack for each call, or change it inside of `block`"
 NO_CALL = (
     "step_in_backward: `loss`: no call of `scan_layers`, expected one, which says where the layers "
     "are."
@@ -98,7 +107,8 @@ LOSSES = {
      "step_in_backward: `loss` returns float32[2], expected a real floating scalar."),
     "a pair": (lambda p, x: (scan(p), 1.0), TypeError,
      "step_in_backward: `loss` returns tuple, expected a real floating scalar; use `has_aux=True` for a pair."),
-    "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down")),
+    "two calls": (lambda p, x: scan(p) + scan(p), ValueError, twice("down", CALLS)),
+    "a model that applies its layers again": (lambda p, x: scan(p, scan(p)), ValueError, twice("down", CALLS)),
     "a leaf twice in a call": (lambda p, x: scan({"layers": [{"up": p["layers"]["up"]}] * 2},
      block=lambda layer, x: add(layer[0], x)), ValueError, twice("up")),
     "a block that reads its own stack": (lambda p, x: scan(p, block=lambda layer, x: x + jnp.sum(p["layers"]["up"])),
@@ -109,7 +119,11 @@ LOSSES = {
     "mixed layers": (of_layers(lambda w: w[::-1]), ValueError,
      changed("computed from `params` at ['layers']['down']", INSIDE)),
     "halves": (of_layers(lambda w: w[:2]), ValueError, changed("computed from `params` at ['layers']['down']", INSIDE)),
-    "layers of no model": (lambda p, x: scan({"layers": {"up": jnp.ones((3, 2))}}), ValueError,
+    "one layer of all": (of_layers(lambda w: w.reshape(-1, 1)), ValueError,
+     changed("computed from `params` at ['layers']['down']", INSIDE)),
+    "elements of all layers": (lambda p, x: scan({"layers": {"up": p["layers"]["up"].reshape(16, -1)}}), ValueError,
+     changed("computed from `params` at ['layers']['up']", INSIDE)),
+    "layers of no model": (lambda p, x: scan({"layers": {"up": jnp.ones((3, 2))}}, jnp.sum(p["last"])), ValueError,
      changed("float32[3, 2] outside of `params`", "pass what is not updated as `xs`")),
     "models side by side": (lambda p, x: jnp.sum(jax.vmap(scan)(jax.tree.map(lambda w: jnp.stack([w, w]), p))),
      ValueError, changed("computed from `params` at ['layers']['down']", INSIDE)),
@@ -141,9 +155,9 @@ def first(name):
 
 def other(name):
     return (
-        f"step_in_backward: `tx`: a transformation of another library hands arrays to `{name}`. It "
-        "sees one layer at a time: pass `elementwise=True` if it computes each element by itself, "
-        "or use the ordinary step."
+        f"step_in_backward: `tx`: {name} of another library computes updates. It sees one layer at "
+        "a time: pass `elementwise=True` if it computes each element by itself, or use the ordinary "
+        "step."
     )
 
 
@@ -200,11 +214,18 @@ OF_TX = {
     "accumulate": (lambda: jgrad.accumulate(adam(), 2), {},
      at_once("accumulate", f"use {LARGER}, or the ordinary step")),
     "pack_small": (lambda: jgrad.pack_small(adam()), {}, at_once("pack_small", "leave it out")),
-    "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("adam")),
+    "another library's before": (lambda: optax.chain(optax.scale(2.0), adam()), {}, other("`scale`")),
     "another library's, of leaves in no stack": (lambda: optax.chain(optax.masked(optax.scale(2.0), FIRST), adam()),
-     {}, other("adam")),
-    "another library's behind": (lambda: optax.chain(adam(), optax.scale(2.0)), {}, other("step_in_backward")),
-    "another library's inside": (lambda: jgrad.master_weights(optax.sgd(0.1)), {}, other("master_weights")),
+     {}, other("`scale`")),
+    "another library's behind": (lambda: optax.chain(adam(), optax.scale(2.0)), {}, other("`scale`")),
+    "another library's inside": (lambda: jgrad.master_weights(optax.sgd(0.1)), {}, other("`scale`")),
+    "another library's in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(adam(), optax.scale(2.0)), branch=True),
+     {"first_pass": True}, other("`scale`")),
+    "another library's alone": (lambda: optax.trace(0.9), {}, other("`trace`")),
+    "frozen leaves": (lambda: optax.partition({"adam": adam(), "frozen": optax.set_to_zero()},
+     {"first": "frozen", "layers": "adam", "last": "adam"}), {}, other("`set_to_zero`")),
+    "nobody's": (lambda: optax.GradientTransformation(lambda params: (), lambda g, s, p=None: (jax.tree.map(jnp.sign, g), s)),
+     {}, other("a transformation")),
     "under jit": (lambda: optax.GradientTransformationExtraArgs(adam().init, jax.jit(adam().update)),
      {"elementwise": True}, INSIDE),
     "MultiSteps": (lambda: optax.MultiSteps(adam(), 2), {"elementwise": True}, INSIDE),
@@ -216,8 +237,7 @@ OF_TX = {
      "gradients of a few layers; expected transformations that compute each element by itself."),
     "a rate of one layer": (rate_of_updates, {},
      "step_in_backward: `tx`: `rate_of_updates` of another library computes `reduce_sum`, which "
-     "mixes elements. It sees one layer at a time: use `jgrad.clip_by_global_norm` for a norm of "
-     "all gradients, or the ordinary step."),
+     "mixes elements. It sees one layer at a time: use the ordinary step."),
 }  # fmt: skip
 
 

@@ -390,6 +390,24 @@ def test_no_large_leaf_is_said_once(caplog):
     assert len(caplog.records) == 2
 
 
+def test_updates_that_float8_weights_lose_are_said_once(caplog):
+    """Below a quarter of its epsilon nothing moves; with `master_weights` there is nothing to say."""
+    forms._said.clear()
+    w = {"w": jnp.ones(8, jnp.float8_e4m3fn), "b": jnp.ones(3)}
+    sgd, grads = jgrad.gradient_descent(0.03), [w] * 10
+    kept, _ = train(jgrad.master_weights(sgd), w, grads)
+    assert np.all(np.float32(kept["w"]) == 0.6875)  # nearest to 0.7
+    assert not caplog.records
+    lost, _ = train(sgd, w, grads)
+    assert np.all(np.float32(lost["w"]) == 1)
+    sgd.init(w)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "gradient_descent: `params` in float8_e4m3fn: updates below 0.03125 times a weight are lost to rounding; put "
+        "`master_weights` around `gradient_descent`. Said once for these shapes."
+    )
+
+
 def test_a_share_of_a_model_is_no_small_model(caplog):
     """A step in the backward pass begins states of its own, of layers and of what is in no stack."""
     forms._said.clear()

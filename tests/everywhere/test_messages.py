@@ -1,5 +1,6 @@
 """What the optimizers say about bad input, word for word."""
 
+import functools
 import inspect
 
 import chex
@@ -149,6 +150,31 @@ TRANSFORMATIONS = [
      lambda: jgrad.lars(0.1, epsilon=0.5, rule="ivy")),
     (TypeError, "adam: `moment_dtype`: 'foo', expected a real floating dtype with the range of float32, or '8bit'.",
      lambda: jgrad.adam(0.1, moment_dtype="foo")),
+    *((TypeError, f"adam: `moment_dtype`: an array of {dtype} and shape (), expected a real floating dtype with the range "
+       "of float32, or '8bit'.", lambda x=x: jgrad.adam(0.1, moment_dtype=x))
+      for dtype, x in (("float32", jnp.float32(0.9)), ("float64", np.float64("nan")), ("float32", np.array(0.9, np.float32)))),
+    (TypeError, "muon: `compute_dtype`: an array of float32 and shape (3,), expected None, or a real floating dtype such as "
+     "bfloat16.", lambda: jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, compute_dtype=X)),
+    *((TypeError, f"{name}: `mesh_axes`: {axes!r} of type str, expected None, or a PartitionSpec, which says which axes are "
+       "sharded.", lambda make=make, axes=axes: make(mesh_axes=axes)) for axes in ("x", "8bit") for name, make in (
+        ("adam", functools.partial(jgrad.adam, 0.1)), ("scale_by_adam", jgrad.scale_by_adam),
+        ("lion", functools.partial(jgrad.lion, 0.1)), ("gradient_descent", functools.partial(jgrad.gradient_descent, 0.1)),
+        ("<lambda>", functools.partial(jgrad.optimizer_of_leaf(lambda g: g), 0.1)))),
+    # A class makes an object, and is no schedule.
+    (TypeError, "adam: `learning_rate`: <class 'jax.numpy.float16'> of type _ScalarMeta, expected a real array or a number.",
+     lambda: jgrad.adam(jnp.float16)),
+    *((TypeError, f"{option}: <class 'int'> of type type, expected {expected}.", call) for option, expected, call in (
+        ("adam: `beta1` at ['a']", "a real array or a number", lambda: jgrad.adam(0.1, beta1={"a": int})),
+        ("accumulate: `every`", "an int", lambda: jgrad.accumulate(jgrad.adam(0.1), int)),
+        ("average_params: `decay`", "a real array or a number", lambda: jgrad.average_params(jgrad.adam(0.1), int)),
+        ("schedule_free: `learning_rate`", "a real array or a number",
+         lambda: jgrad.schedule_free(jgrad.adam(0.1), learning_rate=int)),
+        ("hyperball: `radius`", "a real array or a number",
+         lambda: jgrad.hyperball(jgrad.adam(0.1), 0.1, leaves=True, radius=int)),
+        ("muon: `matrices` at ['layer_3']['b']", "a bool",
+         lambda: jgrad.muon(0.1, matrices=int, adam_learning_rate=0.1).init(W)))),
+    (TypeError, "adafactor: `update` got the keyword `beta2`, expected `beta2_decay` and `beta2_cap` in `adafactor(...)`, which "
+     "say how it rises.", lambda: update(jgrad.adafactor(0.1), beta2=0.9)),
     (ValueError, "adam: `learning_rate`: -1, expected a number in [0, inf).", lambda: jgrad.adam(-1)),
     (ValueError, "adam: `learning_rate`: nan, expected a number in [0, inf).", lambda: jgrad.adam(NAN)),
     (ValueError, "lamb: `learning_rate` at ['a']: -0.1, expected a number in [0, inf).",
@@ -241,6 +267,13 @@ TRANSFORMATIONS = [
      lambda: update(jgrad.adam(0.1), w=with_b(jnp.arange(3)))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of int32 and shape (3,), expected a real floating "
      "dtype for a parameter of float32.", lambda: update(jgrad.adam(0.1), g=with_b(jnp.arange(3)))),
+    # Without the parameters, the state says which leaves are trained.
+    *((TypeError, f"{name}: `updates` at ['layer_3']['b']: an array of {x.dtype} and shape (3,), expected a floating "
+       f"dtype, since `state.{field}` has an array for it.", lambda tx=tx, x=x: update(tx, g=with_b(x), w=None, state=tx.init(W)))
+      for name, tx, field in [("adam", jgrad.adam(0.1), "mw"), ("lion", jgrad.skip_nonfinite(jgrad.lion(0.1)), "mw"),
+                              ("muon", jgrad.muon(0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1), "mw"),
+                              ("accumulate", jgrad.accumulate(jgrad.gradient_descent(0.1), 2), "total")]
+      for x in (jnp.arange(3), X > 0, np.arange(3, dtype=np.int32))),
     (TypeError, "adam: `updates` at ['layer_3']['b']: an array of complex64 and shape (3,), expected a real "
      "floating dtype for a parameter of float32.",
      lambda: update(jgrad.adam(0.1), g=with_b(X.astype(jnp.complex64)))),

@@ -129,3 +129,13 @@ def test_a_table_has_each_option():
         table.check("lion", {"learning_rate": 0.1, "beta1": 0.9})
     with pytest.raises(TypeError, match=r"lion: \['learning_rate'\]"):
         table.check("lion", {})
+
+
+def test_integer_leaves_without_parameters():
+    """They have no moment, and stay; a step of Adam's is as long as the rate."""
+    w = {"w": jnp.ones(3), "seen": jnp.arange(2)}
+    tx = jgrad.adam(0.1)
+    for seen in (None, jnp.ones(2, jnp.int32)):
+        updates, _ = tx.update({"w": jnp.ones(3), "seen": seen}, tx.init(w))
+        np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-6)
+        assert seen is None or not updates["seen"].any()

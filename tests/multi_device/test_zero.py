@@ -291,6 +291,11 @@ def step(tx):
     return lambda w: tx.update(w, tx.init(w), w)[0]
 
 
+def named(*names):
+    """By equal shapes at the same rows."""
+    return jgrad.pack(dict.fromkeys(names, jnp.ones(3)), multiple_of=DEVICES)
+
+
 ZERO = jgrad.zero(jgrad.adam(0.1), "data")
 OF_NAME = "expected an axis name or a tuple of names"
 NAMES = [(3, "3 of type int"), ((), "()"), (("data", 3), "('data', 3)"), (None, "None")]
@@ -334,6 +339,10 @@ WRONG = {
      "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
      "device's; shard it as `state_shardings` says, or call `init` here.",
      inside(lambda w: ZERO.update(w, jgrad.adam(0.1).init(w), w)[0])),
+    "a state of other names": (ValueError,
+     "adam: `state.mw` does not have the structure of `params`: only `state.mw` has ['a'] packed; "
+     "only `params` has ['c'] packed.",
+     inside(lambda w: ZERO.update(w, ZERO.init(named("a", "b")), w)[0], lambda: named("b", "c"))),
     # Without `zero`, nothing says which rows a device has.
     "rows that lie elsewhere": (ValueError,
      "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "

@@ -228,4 +228,4 @@ def test_the_layout_of_a_file_is_the_one_at_its_place():
     assert like["a"].buffers["float32"].shape == like["b"].buffers["float32"].shape
     for name, packed in like.items():
         path = (jax.tree_util.DictKey(name),)
-        assert restored._layout(packed.buffers, path, [like]) is packed.layout
+        assert restored._layouts(packed.buffers, path, [like]) == [packed.layout]

@@ -89,6 +89,19 @@ def test_packed_beside_matrices(x64):
     chex.assert_trees_all_close(packed.factors, state.factors, rtol=1e-9, atol=1e-9)
 
 
+def test_none_in_a_packed_tree():
+    """As in the tree: a matrix behind it keeps its factors, and nothing is an error."""
+    w = {"a": jnp.ones(3), "b": None, "c": jnp.ones((4, 5))}
+    tx = jgrad.soap(RATE, matrices={"a": False, "b": False, "c": True}, every=1)
+
+    def step(w):
+        updates, state = tx.update(w, tx.init(w), w)
+        return jgrad.unpack(updates), state.factors
+
+    shapes = [jax.eval_shape(step, tree) for tree in (w, jgrad.pack(w, max_size=5))]
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [2, (3, 2, 2)], ids=str)
 def test_split(sizes, x64):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, example, given, settings, strategies as st
 
 import jgrad
+from jgrad._states import state_leaves
 from tests.support.states import as_file, assert_same_bits, filled
 
 W = {"w": jnp.ones((16, 256), jnp.bfloat16), "b": jnp.ones(5), "layer": {"w": jnp.ones((4, 3))}}
@@ -34,6 +35,7 @@ METHODS = {
     "trust ratio": lambda: jgrad.scale_by_trust_ratio(),
     "average_params": lambda: jgrad.average_params(optax.identity(), 0.9),
     "clip": lambda: jgrad.clip_by_global_norm(1.0),
+    "clip of previous": lambda: jgrad.clip_by_global_norm(1.0, of="previous"),
 }
 OF_OPTAX = {
     "adam": lambda: optax.adam(0.1),
@@ -72,7 +74,7 @@ WRAPPERS_OF_OPTAX = {
     "masked": lambda tx: optax.masked(tx, IS_MATRIX),
     "masked within": lambda tx: optax.masked(tx, {**IS_MATRIX, "w": False}),
 }
-LABELS = ("a", "b", "count", "ema", "inner", "mu", "step")
+LABELS = ("a", "b", "count", "ema", "inner", "mu", "norm", "step")
 
 
 def of(names, kind):
@@ -151,6 +153,7 @@ def state_of(recipe, seed):
 @pytest.mark.slow
 @many
 @given(recipe=recipes(), seed=seeds)
+@example(recipe=("named_chain", ("b", "a"), ("optax", "adam"), ("optax", "adam")), seed=0)
 def test_the_same_bits(recipe, seed):
     """Of `like`, which has other numbers, nothing is taken."""
     old, like = state_of(recipe, seed), state_of(recipe, seed + 1)
@@ -168,6 +171,8 @@ def without_named_chains(recipe):
 
 @many
 @given(recipe=recipes(unknown=False).filter(without_named_chains), seed=seeds)
+@example(recipe=("chain", ("method", "clip of previous"), ("method", "sgd")), seed=0)
+@example(recipe=("pack_small", ("method", "clip of previous")), seed=0)
 @example(recipe=("wrapper", "masked within", ("pack_small", ("method", "normuon"))), seed=0)
 def test_the_same_bits_of_a_file(recipe, seed):
     old, like = state_of(recipe, seed), state_of(recipe, seed + 1)
@@ -206,6 +211,9 @@ def test_one_more_and_one_less(recipe, seed, added):
     assume(added != "a schedule first" or repr(("optax", "ema")) not in repr(recipe))
     assume(not any(repr(x) in repr(recipe) for x in SAME_KIND.get(kind, {kind} - {""})))
     old = state_of(recipe, seed)
+    # Beside two schedules, the new one takes the count of one; outside of tests, they are equal.
+    counters = [x for x in state_leaves.read(jgrad.unpack(old)) if x.kind == "counter"]
+    assume(len(counters) < 2 or not added.startswith("a schedule"))
     like = filled(shapes_of(wrapped(make(recipe))), seed + 1)
     # What `optax.ema` alone averages is of its chain.
     state, account = jgrad.carry_over(old, like=like, momentum="keep")

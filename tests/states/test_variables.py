@@ -27,10 +27,12 @@ class Attention(nnx.Module):
         return self.query(x) * self.value(x) * self.scale.sum()
 
 
+CLIP = jgrad.clip_by_global_norm(1.0, of="previous")
 RECIPES = {
     "optax": optax.adam(0.1),
     "jgrad": jgrad.adam(0.1),
     "wrappers": jgrad.skip_nonfinite(optax.chain(jgrad.accumulate(jgrad.adam(0.1), 3))),
+    "a number alone": optax.chain(CLIP, jgrad.adam(0.1)),
 }
 
 

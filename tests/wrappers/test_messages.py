@@ -140,6 +140,20 @@ free = jgrad.schedule_free
 in_window = jgrad.skip_nonfinite(window)
 STACKED = {"layer_3": {"w": None, "b": 0}}
 
+# Parts of states that hold weights; and others of a leaf, of real parameters or of complex ones.
+COPIES = [
+    ("average_params: `state.average`", averaged, "average"),
+    ("schedule_free: `state.z`", free(SGD), "z"),
+    ("schedule_free: `state.average`", free(SGD), "average"),
+]
+OTHERS = [
+    (None, W, "None", "a real floating"),
+    (X.astype("complex64"), W, "an array of complex64 and shape (3,)", "a real floating"),
+    (jnp.arange(3), W, "an array of int32 and shape (3,)", "a real floating"),
+    ("x", W, "'x' of type str", "a real floating"),
+    (X, jax.tree.map(jnp.complex64, W), "an array of float32 and shape (3,)", "a complex"),
+]
+
 MESSAGES = [
     (ValueError, "accumulate: `every`: a function, expected an int, since no state inside counts its updates, "
      "as the states of jgrad's optimizers do.", lambda: jgrad.accumulate(optax.sgd(0.1), lambda n: 2).init(X)),
@@ -191,6 +205,9 @@ MESSAGES = [
      lambda: update(averaged, state=averaged.init({}))),
     (ValueError, "average_params: `state.average` does not match `params` at ['layer_3']['b']: shape (2,), expected (3,).",
      lambda: update(averaged, state=averaged.init(with_b(jnp.ones(2))))),
+    *((TypeError, f"{name} at ['layer_3']['b']: {came}, expected an array of {kind} dtype.",
+       lambda tx=tx, field=field, x=x, w=w: update(tx, w, w, tx.init(w)._replace(**{field: with_b(x)})))
+      for name, tx, field in COPIES for x, w, came, kind in OTHERS),
     (ValueError, "average_params: `updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,).",
      lambda: update(averaged, with_b(jnp.ones((3, 1))))),
     (TypeError, "average_params: `decay`: None, expected a real array or a number.", lambda: jgrad.average_params(SGD, None)),
@@ -198,6 +215,10 @@ MESSAGES = [
      lambda: update(jgrad.average_params(SGD, lambda done: "x"))),
     (TypeError, f"average_params: `params` at ['layer_3']['b']: 'abc' of type str, {NUMBERS_ONLY}",
      lambda: update(averaged, w=with_b("abc"))),
+    (TypeError, "global_norm: `tree` at [0]: 3 of type int, expected an array or a float.",
+     lambda: jgrad.global_norm([3, 4])),
+    (TypeError, "clip_by_global_norm: `updates` at [1]: 4 of type int, expected an array or a float.",
+     lambda: clip(1.0).update([3.0, 4], optax.EmptyState())),
     (TypeError, f"global_norm: `mesh_axes`: 3 of type int, {AXES}", lambda: jgrad.global_norm(W, mesh_axes=3)),
     (TypeError, "global_norm: `tree` at ['layer_3']['b']: 'abc' of type str, expected an array or a number.",
      lambda: jgrad.global_norm(with_b("abc"))),
@@ -207,6 +228,9 @@ MESSAGES = [
      f"None for a parameter that needs no copy; {INIT}", lambda: update(half, state=half.init(HALF))),
     (ValueError, "master_weights: `state.master` at ['layer_3']['b']: None, expected a float32 copy of a parameter "
      f"of bfloat16; {INIT}", lambda: update(half, HALF, HALF)),
+    *((ValueError, f"master_weights: `state.master` at ['layer_3']['b']: {came}, expected a float32 copy of a "
+       f"parameter of bfloat16; {INIT}", lambda x=x: update(half, HALF, HALF, half.init(HALF)._replace(master=with_b(x))))
+      for x, w, came, _ in OTHERS[1:] if w is W),
     (ValueError, "master_weights: `state.master` does not match `params` at ['layer_3']['b']: shape (3, 1), "
      "expected (3,).", lambda: update(half, HALF, HALF, half.init(jax.tree.map(lambda x: x[..., None], HALF)))),
     (ValueError, "master_weights: `state.master` does not have the structure of `params`: only `params` has "

@@ -1,5 +1,7 @@
 """Which wrapper stands around which: wrong orders are errors of `init`, through all that is between."""
 
+import contextlib
+import inspect
 import itertools
 
 import jax
@@ -12,6 +14,7 @@ from tests.cases import RATE
 from tests.support.errors import assert_error
 
 HALF = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.zeros(3, jnp.bfloat16)}
+IN_32_BITS = jax.tree.map(jnp.float32, HALF)
 LEAVES = {"w": True, "b": False}
 SGD = jgrad.gradient_descent(RATE)
 
@@ -22,6 +25,7 @@ WRAPPERS = {
     "skip_spikes": jgrad.skip_spikes,
     "optax.MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
     "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "optax.conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step > 3),
     "master_weights": jgrad.master_weights,
     "stochastic_rounding": jgrad.stochastic_rounding,
     "schedule_free": jgrad.schedule_free,
@@ -31,8 +35,12 @@ WRAPPERS = {
 SCALED = "skip_nonfinite(loss_scale=)"
 ONE_OF_TWO = "one of the two"
 WIDE = "what is inside sees float32 weights, and has nothing to round"
-EACH_CALL = "the average would move in each call, and not in each update"
+EACH_CALL = "it takes each call for an update"
 OTHER = "the updates inside are not those that move the weights"
+ONE_WINDOW = (
+    "one `accumulate`, whose `every` is the product of both",
+    "each would count windows of the other",
+)
 
 # What is expected, and why.
 REFUSED = {
@@ -45,10 +53,8 @@ REFUSED = {
         "the outer one skips what overflows, so the scale never halves",
     ),
     (SCALED, SCALED): ("one `loss_scale`", "gradients would be divided by both"),
-    ("accumulate", "accumulate"): (
-        "one `accumulate`, whose `every` is the product of both",
-        "each would count windows of the other",
-    ),
+    ("accumulate", "accumulate"): ONE_WINDOW,
+    ("accumulate", "optax.MultiSteps"): ONE_WINDOW,
     ("master_weights", "master_weights"): (ONE_OF_TWO, WIDE),
     ("master_weights", "stochastic_rounding"): (ONE_OF_TWO, WIDE),
     ("stochastic_rounding", "master_weights"): (ONE_OF_TWO, WIDE),
@@ -62,10 +68,6 @@ REFUSED = {
     ("schedule_free", "average_params"): (
         "it outside: `average_params(schedule_free(tx), decay)`", OTHER,
     ),
-    ("schedule_free", "accumulate"): (
-        "it outside: `accumulate(schedule_free(tx), every)`",
-        EACH_CALL,
-    ),
     ("hyperball", "master_weights"): ("it outside: `master_weights(hyperball(tx))`", OTHER),
     ("hyperball", "stochastic_rounding"): ("it outside: `stochastic_rounding(hyperball(tx))`", OTHER),
     ("hyperball", "schedule_free"): (ONE_OF_TWO, OTHER),
@@ -73,25 +75,23 @@ REFUSED = {
         "one `hyperball`, whose `leaves`, `learning_rate` and `radius` may be trees", OTHER,
     ),
     ("hyperball", "average_params"): ("it outside: `average_params(hyperball(tx), decay)`", OTHER),
-    ("average_params", "accumulate"): (
-        "it outside: `accumulate(average_params(tx, decay), every)`", EACH_CALL,
-    ),
-    ("average_params", "skip_nonfinite"): (
-        "it outside: `skip_nonfinite(average_params(tx, decay))`", EACH_CALL,
-    ),
-    ("average_params", SCALED): (
-        "it outside: `skip_nonfinite(average_params(tx, decay), loss_scale=...)`", EACH_CALL,
-    ),
-    ("average_params", "skip_spikes"): (
-        "it outside: `skip_spikes(average_params(tx, decay))`", EACH_CALL,
-    ),
-    ("average_params", "optax.MultiSteps"): (
-        "it outside: `optax.MultiSteps(average_params(tx, decay), every_k_schedule)`", EACH_CALL,
-    ),
-    ("average_params", "optax.apply_if_finite"): (
-        "it outside: `optax.apply_if_finite(average_params(tx, decay), max_consecutive_errors)`",
-        EACH_CALL,
-    ),
+    **{
+        (function, inner): (f"it outside: `{around.format(tx)}`", EACH_CALL)
+        for function, tx in {
+            "average_params": "average_params(tx, decay)",
+            "schedule_free": "schedule_free(tx)",
+            "hyperball": "hyperball(tx)",
+        }.items()
+        for inner, around in {
+            "accumulate": "accumulate({}, every)",
+            "skip_nonfinite": "skip_nonfinite({})",
+            SCALED: "skip_nonfinite({}, loss_scale=...)",
+            "skip_spikes": "skip_spikes({})",
+            "optax.MultiSteps": "optax.MultiSteps({}, every_k_schedule)",
+            "optax.apply_if_finite": "optax.apply_if_finite({}, max_consecutive_errors)",
+            "optax.conditionally_mask": "optax.conditionally_mask({}, should_transform_fn)",
+        }.items()
+    },
 }  # fmt: skip
 
 BETWEEN = {
@@ -164,3 +164,111 @@ def test_a_clip_before_the_loss_scale(of):
         optax.chain(WRAPPERS[SCALED](SGD), clip),
     ):
         jax.eval_shape(lambda w, tx=tx: tx.update(w, tx.init(w), w), HALF)
+
+
+# ---- a direction where a step is needed ----------------------------------------------------------
+
+RATE_AFTER = optax.scale_by_learning_rate(RATE)
+IN_STEPS = {
+    "average_params": "average_params({}, decay)",
+    "schedule_free": "schedule_free({})",
+    "hyperball": "hyperball({})",
+    "master_weights": "master_weights({})",
+    "stochastic_rounding": "stochastic_rounding({})",
+}
+OURS = {
+    "scale_by_adam": jgrad.scale_by_adam(moment_dtype=jnp.bfloat16),
+    "scale_by_lion": jgrad.scale_by_lion(),
+    "scale_by_muon": jgrad.scale_by_muon(matrices=LEAVES),
+    "scale_by_trust_ratio": jgrad.scale_by_trust_ratio(),
+}
+# Of optax, what may follow a learning rate, and what its state does not tell from that.
+NOT_KNOWN = {
+    "scale_by_backtracking_linesearch", "scale_by_cocob", "scale_by_distance_over_gradients",
+    "scale_by_galore", "scale_by_learning_rate", "scale_by_madgrad", "scale_by_optimistic_gradient",
+    "scale_by_param_block_norm", "scale_by_param_block_rms", "scale_by_polyak", "scale_by_schedule",
+    "scale_by_sign", "scale_by_trust_ratio", "scale_by_zoom_linesearch",
+}  # fmt: skip
+
+
+def refuses_direction(function, name, tx):
+    right = IN_STEPS[function].format("optax.chain(tx, optax.scale_by_learning_rate(rate))")
+    message = (
+        f"{function}: `tx`: `{name}` inside, expected a learning rate after it, inside too: `{right}`, "
+        f"since nothing may change updates after `{function}`."
+    )
+    init = WRAPPERS[function](tx).init
+    assert_error(ValueError, message, lambda: jax.eval_shape(init, HALF))
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("function", IN_STEPS)
+def test_a_direction_is_no_step(function, name):
+    refuses_direction(function, name, OURS[name])
+    wrapped = WRAPPERS[function]
+    for tx in (wrapped(optax.chain(OURS[name], RATE_AFTER)), optax.chain(OURS[name], wrapped(SGD))):
+        jax.eval_shape(tx.init, HALF)
+
+
+AROUND_BOTH = {
+    "a chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "a named chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("last", tx)),
+    "a partition": lambda tx: optax.partition({"a": tx, "b": SGD}, {"w": "a", "b": "b"}),
+    "a mask": lambda tx: optax.masked(tx, LEAVES),
+    "injected": lambda tx: optax.inject_hyperparams(lambda rate: optax.chain(optax.scale(rate), tx))(1.0),
+    "wrappers": lambda tx: jgrad.watch(jgrad.skip_nonfinite(optax.apply_if_finite(tx, 3))),
+    "windows": lambda tx: jgrad.accumulate(optax.chain(tx), 2),
+    "windows of optax": lambda tx: optax.MultiSteps(tx, 2),
+    "pack_small": lambda tx: jgrad.pack_small(tx),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND_BOTH.values(), ids=AROUND_BOTH)
+def test_a_direction_in_what_is_around(around):
+    ours, of_optax = OURS["scale_by_adam"], optax.scale_by_rms()
+    refuses_direction("stochastic_rounding", "scale_by_adam", around(ours))
+    refuses_direction("stochastic_rounding", "optax.ScaleByRmsState", around(of_optax))
+    step = around(optax.chain(ours, of_optax, RATE_AFTER))
+    jax.eval_shape(jgrad.stochastic_rounding(step).init, HALF)
+
+
+def transformations_of_optax():
+    """(name, transformation), as far as a number is all that a factory needs."""
+    for module in optax, optax.contrib:
+        for name, factory in vars(module).items():
+            if inspect.isfunction(factory):
+                parameters = inspect.signature(factory).parameters.values()
+                required = [x.name for x in parameters if x.default is x.empty and x.kind < 2]
+                with contextlib.suppress(Exception):
+                    tx = factory(*[1] * len(required))
+                    jax.eval_shape(tx.init, IN_32_BITS)
+                    yield name, tx
+
+
+def is_refused(tx):
+    try:
+        jax.eval_shape(jgrad.average_params(tx, 0.9).init, IN_32_BITS)
+    except ValueError as error:
+        return str(error).startswith("average_params: `tx`: `optax.")
+    return False
+
+
+def test_directions_of_optax(standard_promotion):
+    """Of all that its modules have, among them whole methods, which end in a learning rate."""
+    found = dict(transformations_of_optax())
+    refused = {name for name, tx in found.items() if is_refused(tx)}
+    assert refused == {name for name in found if name.startswith("scale_by_")} - NOT_KNOWN
+    assert len(refused) > 15
+    assert found.keys() >= {"adam", "adamw", "lamb", "lars", "lbfgs", "muon", "prodigy", "sgd"}
+
+
+def test_offload_in_windows_of_optax():
+    """JAX says of it that branches of a `cond` differ, and names none of both."""
+    message = (
+        "optax.MultiSteps: `opt`: `offload` inside, expected it outside everything: "
+        "`offload(optax.MultiSteps(tx, every_k_schedule))`."
+    )
+    for tx in (jgrad.offload(SGD), optax.chain(optax.clip(1.0), jgrad.offload(SGD))):
+        init = optax.MultiSteps(tx, 2).init
+        assert_error(ValueError, message, lambda init=init: init(HALF))
+    jgrad.offload(optax.MultiSteps(SGD, 2)).init(HALF)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
+from flax.core import FrozenDict
 
 import jgrad
 from tests.cases import every_case
@@ -119,6 +120,37 @@ def test_a_state_of_other_parameters():
     assert_error(ValueError, message.format("apart, "), lambda: apart.update(w, tx.init(w), w))
     message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
     assert_error(ValueError, message, lambda: tx.update(w, state))
+    came = "an array of float32 and shape (4,), expected None, as in `state`."
+    frozen = tx.init(w | {"b": None})
+    assert_error(TypeError, f"pack_small: `updates` at ['b']: {came}", lambda: tx.update(w, frozen))
+
+
+IN = {
+    "a dict": lambda w: w,
+    "FrozenDict": FrozenDict,
+    "variables": lambda w: jax.tree.map(nnx.Param, w),
+}
+
+
+@pytest.mark.parametrize("now", ["a dict", "FrozenDict"])
+@pytest.mark.parametrize("was", IN)
+def test_other_containers(was, now):
+    """The leaves have the same names: nnx shows variables to `init` alone. A state keeps its form."""
+    w, g = {"a": jnp.ones(3), "b": {"c": jnp.ones(2)}}, {"a": jnp.ones(3), "b": {"c": -jnp.ones(2)}}
+    tx = jgrad.pack_small(jgrad.adam(0.1))
+    state, (w_now, g_now) = tx.init(IN[was](w)), map(IN[now], (w, g))
+    expected = jax.tree.leaves(jgrad.adam(0.1).update(g, jgrad.adam(0.1).init(w), w)[0])
+    for params in (w_now, None):
+        updates, new = tx.update(g_now, state, params)
+        assert jax.tree.structure(updates) == jax.tree.structure(w_now)
+        assert_equal(jax.tree.leaves(updates), expected)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+    message = (
+        "pack_small: `state` was made for other parameters, or with another `max_size`: `params` has "
+        "packed float32 of shape (3,) at ['a'] where it has unpacked float32 of shape (3,)."
+    )
+    other = jgrad.pack_small(jgrad.adam(0.1), max_size=2).init(IN[was](w))
+    assert_error(ValueError, message, lambda: tx.update(g_now, other, w_now))
 
 
 def test_a_state_that_is_not_packed():

@@ -180,6 +180,28 @@ def test_e40_weights_packed_is_the_tree(form):
     assert_equal(found, expected)
 
 
+@pytest.mark.slow(always=["1"])
+@pytest.mark.bits
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_e40_layers_of_a_packed_leaf(axis):
+    """Elements are counted layer after layer, as if the axis of the layers were the first one.
+
+    So bits are those of the tree, or of a tree in which it is; of weights, and of moments.
+    """
+    rng = np.random.default_rng(0)
+    w, g = ({"w": jnp.asarray(rng.normal(size=(64, 70)), BF16)} for _ in range(2))
+    tx = jgrad.stochastic_rounding(jgrad.lion(1e-3, moment_dtype=BF16))
+    pack = functools.partial(jgrad.pack, layer_axes=axis)
+    found = jgrad.unpack(train(tx, pack(w), [pack(g)] * 2))
+    first = lambda tree: jax.tree.map(
+        lambda x: jnp.moveaxis(x, axis or 0, 0) if x.ndim else x, tree
+    )
+    expected = train(tx, first(w), [first(g)] * 2)
+    assert_equal(first(found), expected)
+    if axis == 1:
+        assert np.any(found[0]["w"] != train(tx, w, [g] * 2)[0]["w"])
+
+
 # ---- what it is for ----------------------------------------------------------------------------
 
 
