@@ -5,11 +5,10 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Concatenate, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
@@ -23,6 +22,7 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
+from jgrad._trees.annotations import AnyTransformation, Params, Shardings, State, Value, ValueAndAux
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -37,29 +37,63 @@ Results = tuple[PyTree, PyTree, PyTree]
 Args = tuple[PyTree, ...]
 Extra = dict[str, PyTree]
 
-Params = TypeVar("Params")
-State = TypeVar("State")
-Value = TypeVar("Value", covariant=True)
+_Value = TypeVar("_Value", covariant=True)
 
 
-class TrainStep(Protocol[Params, Value]):
-    """What `step_in_backward` returns."""
+class TrainStep(Protocol[Params, _Value]):
+    """What `step_in_backward` returns: a step of training, to be wrapped in `jax.jit`.
+
+    In annotations, `TrainStep[Params, jax.Array]` is one of parameters of this type and of a loss
+    that returns an array.
+
+    Example:
+      >>> def loss(w, x):
+      ...     return jnp.sum(w * x)
+      >>> tx = jgrad.adam(1e-3)
+      >>> step: jgrad.TrainStep[jax.Array, jax.Array] = jgrad.step_in_backward(tx, loss)
+      >>> w, state, value = step(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
+      >>> value.shape
+      ()
+    """
 
     def __call__(
-        self, params: Params, state: State, *args: Any, **extra_args: Any
-    ) -> tuple[Params, State, Value]: ...
+        self, params: Params, state: State, *args: PyTree, **extra_args: PyTree
+    ) -> tuple[Params, State, _Value]:
+        """New parameters, the new state, and what the loss returned."""
 
 
+@overload
 def step_in_backward(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation,
+    loss: Callable[Concatenate[Params, ...], ValueAndAux],
+    *,
+    first_pass: bool = False,
+    has_aux: bool,
+    elementwise: bool = False,
+    gradients: OfGradients | None = None,
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, ValueAndAux]: ...
+@overload
+def step_in_backward(
+    tx: AnyTransformation,
     loss: Callable[Concatenate[Params, ...], Value],
+    *,
+    first_pass: bool = False,
+    has_aux: Literal[False] = False,
+    elementwise: bool = False,
+    gradients: OfGradients | None = None,
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, Value]: ...
+def step_in_backward(
+    tx: AnyTransformation,
+    loss: Callable[Concatenate[Params, ...], PyTree],
     *,
     first_pass: bool = False,
     has_aux: bool = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: PyTree = None,
-) -> TrainStep[Params, Value]:
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, PyTree]:
     """Builds a train step that updates each layer during the backward pass.
 
         value, g       = value_and_grad(loss)(params, *args)

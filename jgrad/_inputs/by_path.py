@@ -83,7 +83,7 @@ def check_parameters(function: str, tree: PyTree) -> None:
 
 
 @explained
-def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
+def by_path(rules: Mapping[str, object], *, rest: object = ...) -> ByPath:
     """Gives each leaf its own value of an option, chosen by patterns of paths.
 
         value of a leaf = that of the first rule whose pattern matches its path, else `rest`

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._inputs.transformation import arrays_of
@@ -15,6 +14,7 @@ from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, variables
+from jgrad._trees.annotations import AnyTransformation, Prefix
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
@@ -28,9 +28,9 @@ _Axes = str | tuple[str, ...] | None  # of a mesh, along one axis of an array
 
 @explained
 def state_shardings(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation,
     params: PyTree,
-    params_shardings: PyTree = None,
+    params_shardings: NamedSharding | Prefix | None = None,
     *,
     shard_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:

@@ -11,24 +11,42 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 import optax
 
 from jgrad._trees import checks
+from jgrad._trees.annotations import Init, State, Update
 from jgrad._trees.forms import SMALLEST, in_short
+from jgrad._trees.protocols import PyTree
 
 _LONGEST = 80  # characters of one argument
 
 
-class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax: no types
-    """What a factory of this library returns: `init` and `update`, and how it was called."""
+class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):  # type: ignore[misc]  # optax: no types
+    """What a factory of this library returns: a transformation that knows how it was called.
+
+    In annotations, `Transformation[jgrad.OptState]` is one with this state. `Transformation` alone
+    has any state, for a variable that holds an optimizer and then a wrapper around it.
+
+    Attributes:
+      init: `init(params)` returns the state before the first update.
+      update: `update(updates, state, params=None, **extra_args)` returns new updates and the new
+        state.
+      call: name, arguments and keywords of the factory; None without one.
+
+    Example:
+      >>> tx: jgrad.Transformation = jgrad.adam(1e-3)
+      >>> tx = jgrad.accumulate(tx, 4)
+      >>> tx
+      accumulate(adam(0.001), 4)
+    """
 
     # According to optax's types, a state is an array or a tree of arrays, which no NamedTuple is.
-    init: Callable[[Any], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: Callable[..., tuple[Any, Any]]
+    init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     call: tuple[str, tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def __repr__(self) -> str:

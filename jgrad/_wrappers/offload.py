@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import optax
-
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory, shares
+from jgrad._trees.annotations import AnyTransformation, Inner
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
@@ -14,7 +13,7 @@ _NAME = "offload"
 
 
 @explained
-def offload(tx: optax.GradientTransformation) -> Transformation:
+def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     """Keeps the state in host memory between steps, and moves it to the device for each step.
 
         updates, new = tx(g, on_device(state), w)

@@ -13,6 +13,7 @@ from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import AnyTransformation, Count, Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import SMALLEST
@@ -24,7 +25,7 @@ _NAME = "pack_small"
 
 
 @explained
-def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Transformation:
+def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Transformation[Inner]:
     """Packs small leaves inside each update, while your loop keeps working with trees.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
@@ -64,7 +65,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
     checks.count(_NAME, "max_size", max_size, low=0)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
-        is_apart = max_size >= SMALLEST
+        is_apart = bool(max_size >= SMALLEST)
         return layout_of(_NAME, tree, max_size=max_size, small_apart=is_apart, others=True)
 
     def init(params: PyTree) -> PyTree:

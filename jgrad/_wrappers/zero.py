@@ -3,12 +3,11 @@
 import dataclasses
 from typing import Any
 
-import optax
-
 from jgrad._inputs.transformation import pair
 from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import AnyTransformation, Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
@@ -19,7 +18,7 @@ _NAME = "zero"
 
 
 @explained
-def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> Transformation:
+def zero(tx: AnyTransformation[Inner], axis_name: str | tuple[str, ...]) -> Transformation[Inner]:
     """Shards the state of `tx` over devices, while packed parameters stay replicated.
 
         g_i     = rows i of the mean of g over devices         one reduce-scatter per dtype
