@@ -1,5 +1,7 @@
 """A train step that updates each layer of a model as soon as its gradient is known."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
@@ -22,7 +24,8 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
-from jgrad._trees.annotations import AnyTransformation, Params, Shardings, State, Value, ValueAndAux
+from jgrad._trees.annotations import Params, Shardings, SomeState, Value, ValueAndAux
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -43,23 +46,26 @@ _Value = TypeVar("_Value", covariant=True)
 class TrainStep(Protocol[Params, _Value]):
     """What `step_in_backward` returns: a step of training, to be wrapped in `jax.jit`.
 
-    In annotations, `TrainStep[Params, jax.Array]` is one of parameters of this type and of a loss
-    that returns an array.
+    In annotations, `TrainStep[Params, jax.Array]` is one for parameters of the type `Params` and a
+    loss that returns an array.
 
     Example:
-      >>> def loss(w, x):
-      ...     return jnp.sum(w * x)
-      >>> tx = jgrad.adam(1e-3)
-      >>> step: jgrad.TrainStep[jax.Array, jax.Array] = jgrad.step_in_backward(tx, loss)
-      >>> w, state, value = step(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
-      >>> value.shape
+      >>> Params = dict[str, jax.Array]
+      >>> params, tx = {"w": jnp.full((8, 4, 4), 0.1)}, jgrad.adam(1e-3)
+      >>> def loss(params, x):
+      ...     return jnp.sum(jgrad.scan_layers(lambda layer, x: x @ layer["w"], params, x))
+      >>> step: jgrad.TrainStep[Params, jax.Array] = jgrad.step_in_backward(tx, loss)
+      >>> step(params, tx.init(params), jnp.ones(4))[2].shape
       ()
     """
 
     def __call__(
-        self, params: Params, state: State, *args: PyTree, **extra_args: PyTree
-    ) -> tuple[Params, State, _Value]:
+        self, params: Params, state: SomeState, *args: PyTree, **extra_args: PyTree
+    ) -> tuple[Params, SomeState, _Value]:
         """New parameters, the new state, and what the loss returned."""
+
+
+TrainStep.__module__ = "jgrad"  # where users import it from
 
 
 @overload

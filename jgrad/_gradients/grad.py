@@ -5,6 +5,8 @@ is `None`; an output with one element counts as a scalar, whatever its rank; `fu
 exactly once; and errors name the leaf.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, overload
@@ -188,7 +190,7 @@ def hvp(
 ) -> tuple[First, Value, *Others]: ...
 @overload
 def hvp(
-    func: Callable[..., PyTree], primals: list[PyTree], tangents: Sequence[PyTree]
+    func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
 ) -> PyTree: ...
 def hvp(
     func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]

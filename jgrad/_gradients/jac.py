@@ -1,5 +1,7 @@
 """Jacobians of functions from pytrees to pytrees."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Sequence

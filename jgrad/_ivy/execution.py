@@ -1,5 +1,7 @@
 """Ivy's `execute_with_gradients`: a value, and gradients of chosen outputs by chosen inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 

@@ -4,6 +4,8 @@ JAX has neither variables nor in-place updates, so each function returns the new
 the old one unchanged. To reuse its memory, donate it to `jax.jit`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, overload

@@ -1,5 +1,7 @@
 """Which leaves of a model are matrices between hidden layers, by their names and shapes."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +46,13 @@ _MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, n
 
 
 class HiddenMatrices:
-    """What `hidden_matrices` returns: a function of parameters, or of their shapes."""
+    """What `hidden_matrices` returns: a function of parameters, or of their shapes.
+
+    Example:
+      >>> matrices: jgrad.HiddenMatrices = jgrad.hidden_matrices()
+      >>> matrices({"w": jnp.ones((3, 2)), "head": jnp.ones((2, 9))})
+      {'head': False, 'w': True}
+    """
 
     def __init__(self, exclude: tuple[str, ...], layer_axes: ArrayAxes) -> None:
         self._exclude = exclude
@@ -131,6 +139,9 @@ class HiddenMatrices:
                 if _is_named(part, name):
                     return f"name: {name!r} in {part!r}"
         return ""
+
+
+HiddenMatrices.__module__ = "jgrad"  # where users import it from
 
 
 @explained

@@ -1,5 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix, and AdamW for other leaves."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math

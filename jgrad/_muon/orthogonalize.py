@@ -4,6 +4,8 @@ A thousand leaves only have a few shapes. Tall matrices are transposed, so up an
 share an iteration.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools

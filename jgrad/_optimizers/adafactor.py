@@ -1,5 +1,7 @@
 """Adafactor: factored second moments, and clipped steps in proportion to the weights."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

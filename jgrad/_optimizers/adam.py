@@ -1,5 +1,7 @@
 """Adam, and AdamW, because weight decay is decoupled."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Literal, NamedTuple, cast
 

@@ -1,5 +1,7 @@
 """Gradient descent, with heavy-ball or Nesterov momentum, and the last line of every optimizer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

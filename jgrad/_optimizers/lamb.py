@@ -1,5 +1,7 @@
 """LAMB: Adam's direction, scaled layer by layer to the size of the weights."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Literal, NamedTuple, cast
 

@@ -1,5 +1,7 @@
 """LARS: the gradient, scaled layer by layer to the size of the weights, with momentum."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, cast
 

@@ -1,5 +1,7 @@
 """Lion: the sign of an average, so that every weight moves by the learning rate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Optimizers from users' own functions of one leaf."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable

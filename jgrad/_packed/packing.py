@@ -4,6 +4,8 @@
 JAX operations that have forward and reverse mode.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -62,7 +64,7 @@ class Packed(Generic[Tree]):
         return ((GetAttrKey("buffers"), self.buffers),), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed[Any]":
+    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> Packed[Any]:
         # Buffers are not checked, because JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children

@@ -1,5 +1,7 @@
 """SOAP: Adam in the basis of the eigenvectors of Shampoo's factors, and AdamW for other leaves."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """`carry_over` converts a state for another recipe, and reports what became of each part."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
 from typing import cast

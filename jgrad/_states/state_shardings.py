@@ -1,5 +1,7 @@
 """The shardings of a state, for parameters on a mesh."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -14,9 +16,9 @@ from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, variables
-from jgrad._trees.annotations import AnyTransformation, Prefix
+from jgrad._trees.annotations import Prefix
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import explained
+from jgrad._trees.explained import AnyTransformation, explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._wrappers import inside

@@ -1,7 +1,7 @@
 """What users pass and get: aliases and type variables, whose names `help` shows.
 
-Trees are spelled out where an option accepts them, so that type checkers reject strings. Checkers
-cannot tell True from an int, nor an array by its dtype or shape.
+Trees are spelled out where an option accepts them, so that type checkers reject strings. What is in
+a tree they cannot check: to mypy, one of numbers and schedules is a `dict[str, object]`.
 """
 
 import typing
@@ -11,6 +11,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    NamedTuple,
     ParamSpec,
     Protocol,
     TypeAlias,
@@ -55,16 +56,8 @@ Scalar: TypeAlias = float | jax.Array | np.ndarray | np.floating | np.integer
 Count: TypeAlias = int | np.integer
 # Of the number of completed updates.
 Schedule: TypeAlias = Callable[[jax.Array], PyTree]
-# A number, an array, or a schedule; or a prefix tree or `by_path` of these, with None for None.
-LearningRate: TypeAlias = (
-    Scalar
-    | Schedule
-    | Mapping[Any, "LearningRate | None"]
-    | list[Any]
-    | tuple["LearningRate | None", ...]
-    | Dataclass
-    | Rules
-)
+# A number, an array, or a schedule; or a prefix tree or `by_path` of these.
+LearningRate: TypeAlias = Scalar | Schedule | Prefix
 Number: TypeAlias = LearningRate  # but not an array of several elements
 # A prefix tree of bools, or a function that returns one from the parameters' shapes and dtypes.
 Mask: TypeAlias = bool | Prefix | Callable[[PyTree], PyTree]
@@ -118,30 +111,37 @@ Vw = TypeVar("Vw")  # the second one
 
 Tree = TypeVar("Tree")
 Params = TypeVar("Params")
-State = TypeVar("State", default=Any)
+State = TypeVar("State", covariant=True, default=Any)
+SomeState = TypeVar("SomeState")  # that is passed and returned
 Inner = TypeVar("Inner", default=Any)  # the state of what is inside
-_State = TypeVar("_State", covariant=True, default=Any)
 
 
-class AnyTransformation(Protocol[_State]):
-    """A transformation of this library, of optax, or of another one: `init` and `update`."""
-
-    @property
-    def init(self) -> Callable[[PyTree], _State]: ...
-
-    @property
-    def update(self) -> Callable[..., tuple[PyTree, _State]]: ...
-
-
-class Init(Protocol[_State]):
+class Init(Protocol[State]):
     """The `init` of a transformation."""
 
-    def __call__(self, params: PyTree) -> _State: ...
+    def __call__(self, params: PyTree) -> State: ...
 
 
 class Update(Protocol[State]):
     """The `update` of a transformation."""
 
     def __call__(
-        self, updates: Tree, state: State, params: PyTree = None, **extra_args: PyTree
+        self, updates: Tree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[Tree, State]: ...
+
+
+class Pair(Protocol[State]):
+    """A transformation of this library, of optax, or of another one."""
+
+    @property
+    def init(self) -> Init[State]: ...
+
+    @property
+    def update(self) -> Callable[..., tuple[PyTree, State]]: ...
+
+
+class TypedPair(NamedTuple):
+    """What optax calls a `GradientTransformation`, for mypy, to which optax has no types."""
+
+    init: PyTree
+    update: PyTree

@@ -11,21 +11,28 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 import optax
 
 from jgrad._trees import checks
-from jgrad._trees.annotations import Init, State, Update
+from jgrad._trees.annotations import Init, Inner, Pair, State, Update
 from jgrad._trees.forms import SMALLEST, in_short
-from jgrad._trees.protocols import PyTree
 
 _LONGEST = 80  # characters of one argument
 
 
-class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):  # type: ignore[misc]  # optax: no types
+# To mypy optax has no types, and a class on top of one of its own would be of every type. Of two
+# definitions mypy reads the first; pyright, which reads optax, knows that 0 is false.
+if 0:
+    from jgrad._trees.annotations import TypedPair as _Pair
+else:
+    from optax import GradientTransformationExtraArgs as _Pair  # type: ignore[no-redef]
+
+
+class Transformation(_Pair, Generic[State]):
     """What a factory of this library returns: a transformation that knows how it was called.
 
     In annotations, `Transformation[jgrad.OptState]` is one with this state. `Transformation` alone
@@ -35,7 +42,6 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):  # 
       init: `init(params)` returns the state before the first update.
       update: `update(updates, state, params=None, **extra_args)` returns new updates and the new
         state.
-      call: name, arguments and keywords of the factory; None without one.
 
     Example:
       >>> tx: jgrad.Transformation = jgrad.adam(1e-3)
@@ -55,6 +61,15 @@ class Transformation(optax.GradientTransformationExtraArgs, Generic[State]):  # 
         name, args, kwargs = self.call
         given = [_short(x) for x in args] + [f"{key}={_short(x)}" for key, x in kwargs.items()]
         return f"{name}({', '.join(given)})"
+
+
+Transformation.__module__ = "jgrad"  # where users import it from
+
+# What wrappers take; they don't know the states of other libraries.
+if 0:
+    AnyTransformation: TypeAlias = Pair[Inner]
+else:
+    AnyTransformation: TypeAlias = Transformation[Inner] | Pair  # type: ignore[misc,no-redef]
 
 
 def _short(x: Any) -> str:

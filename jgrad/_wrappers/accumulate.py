@@ -1,5 +1,7 @@
 """One update for the gradients of several mini-batches: `accumulate`, and its states."""
 
+from __future__ import annotations
+
 import itertools
 from typing import Any, Generic, Literal, NamedTuple, overload
 
@@ -17,8 +19,8 @@ from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.annotations import AnyTransformation, Count, Inner, MeshAxes, Schedule
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import telling, told
 from jgrad._wrappers import decisions, inside

@@ -1,5 +1,7 @@
 """A whole step, from gradients to new parameters, which a TPU can take in one pass."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -11,7 +13,8 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
-from jgrad._trees.annotations import AnyTransformation, Params, Shardings, State
+from jgrad._trees.annotations import Params, Shardings, SomeState
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling
 from jgrad._wrappers import inside
@@ -22,12 +25,12 @@ _NAME = "apply_gradients"
 def apply_gradients(
     tx: AnyTransformation,
     grads: PyTree,
-    state: State,
+    state: SomeState,
     params: Params,
     *,
     mesh_axes: Shardings = None,
     **extra_args: Any,
-) -> tuple[Params, State]:
+) -> tuple[Params, SomeState]:
     """Applies one step of `tx`, and returns the new parameters and the new state.
 
         updates, state' = tx.update(grads, state, params)

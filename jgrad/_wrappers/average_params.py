@@ -1,5 +1,7 @@
 """An exponential moving average of the parameters after each step."""
 
+from __future__ import annotations
+
 from typing import Any, Generic, NamedTuple, cast
 
 import jax
@@ -12,8 +14,8 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import AnyTransformation, Inner, Scalar, Schedule
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner, Scalar, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs

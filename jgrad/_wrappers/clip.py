@@ -1,5 +1,7 @@
 """Clipping by the norm of all gradients together."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple, overload
 
 import jax

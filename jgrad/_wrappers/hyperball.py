@@ -10,6 +10,8 @@ cancellation; and a norm that has drifted from r comes back. Sums are scaled by 
 that they neither overflow nor vanish.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
@@ -32,18 +34,9 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
-from jgrad._trees.annotations import (
-    AnyTransformation,
-    ArrayAxes,
-    Inner,
-    LearningRate,
-    Mask,
-    MeshAxes,
-    Prefix,
-    Scalar,
-)
+from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
@@ -77,7 +70,7 @@ class _Sums(NamedTuple):
     unit: jax.Array
 
     @classmethod
-    def of(cls, stacked: jax.Array, unit: jax.Array) -> "_Sums":
+    def of(cls, stacked: jax.Array, unit: jax.Array) -> _Sums:
         """From all three in one array."""
         return cls(stacked[0], stacked[1], stacked[2], unit)
 

@@ -1,5 +1,7 @@
 """How a TPU updates each 8-bit leaf, and why."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,8 @@ from jgrad._arithmetic.elementwise import programs
 from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
-from jgrad._trees.annotations import AnyTransformation, Shardings
+from jgrad._trees.annotations import Shardings
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised

@@ -1,5 +1,7 @@
 """Float32 copies of half-precision parameters, kept in the state."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
@@ -13,9 +15,9 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import AnyTransformation, Inner
+from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs

@@ -1,11 +1,13 @@
 """Optimizer state in host memory between steps."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory, shares
-from jgrad._trees.annotations import AnyTransformation, Inner
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 

@@ -1,5 +1,7 @@
 """Packs small leaves inside a transformation, so that training loops stay unchanged."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +15,9 @@ from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
-from jgrad._trees.annotations import AnyTransformation, Count, Inner
+from jgrad._trees.annotations import Count, Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside, parameters

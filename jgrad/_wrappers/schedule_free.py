@@ -1,5 +1,7 @@
 """Schedule-free training: averaging the iterates replaces a schedule."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, cast
@@ -16,8 +18,8 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import AnyTransformation, Inner, Scalar, Schedule
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner, Scalar, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs

@@ -1,5 +1,7 @@
 """Skips steps that would make something non-finite, with loss scaling for float16."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Generic, NamedTuple
 
@@ -15,8 +17,8 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import AnyTransformation, Count, Inner, MeshAxes, Scalar
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite

@@ -1,5 +1,7 @@
 """Skips steps whose loss is far above recent losses."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, Generic, NamedTuple
 
@@ -12,8 +14,8 @@ from jgrad._inputs.around import Commit
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
-from jgrad._trees.annotations import AnyTransformation, Count, Inner, MeshAxes, Scalar
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
 from jgrad._wrappers import decisions, inside

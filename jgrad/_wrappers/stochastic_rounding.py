@@ -1,5 +1,7 @@
 """Trains bfloat16 parameters without float32 copies, by stochastic rounding."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, NoReturn
@@ -18,9 +20,9 @@ from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import AnyTransformation, Count, Inner, Shardings
+from jgrad._trees.annotations import Count, Inner, Shardings
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs

@@ -1,5 +1,7 @@
 """Measures what an optimizer does: norms, ratios and counters, as arrays in the state."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import logging
@@ -19,8 +21,8 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.annotations import AnyTransformation, ArrayAxes, Count, Inner, MeshAxes
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shares import SUM
 from jgrad._trees.told import told

@@ -1,5 +1,7 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 
@@ -7,9 +9,9 @@ from jgrad._inputs.transformation import pair
 from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees
-from jgrad._trees.annotations import AnyTransformation, Inner
+from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.hand_over import WrapperInputs
