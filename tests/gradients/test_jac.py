@@ -176,8 +176,6 @@ def test_empty(mode):
          "`has_aux` says.", lambda: jgrad.jac(wide, has_aux=True)(X)),
         (TypeError, "jac: `output of func`: an array of int32 and shape (), expected a real floating array.",
          lambda: jgrad.jac(lambda x: (jnp.int32(1), x), has_aux=True)(X)),
-        (TypeError, "value_and_jac: `has_aux`: 1 of type int, expected True or False.",
-         lambda: jgrad.value_and_jac(wide, has_aux=1)),
         (TypeError, "value_and_jac: `output of func`: an array of int32 and shape (3,), expected a real floating "
          "array.", lambda: jgrad.value_and_jac(lambda x: x.astype(int))(X)),
         (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "
