@@ -97,6 +97,13 @@ Names kept for Ivy
     inplace_increment       returns the sum, in the dtypes of the old value
     inplace_decrement       returns the difference, in the dtypes of the old value
 
+Types for annotations
+
+    Transformation  what optimizers and wrappers return
+    TrainStep       what `step_in_backward` returns
+    ByPath          what `by_path` returns
+    HiddenMatrices  what `hidden_matrices` returns
+
 Types of states
 
     OptState, AdafactorState, SoapState, SoapFactors, Blocks, Factors, AccumulateState,
@@ -107,10 +114,10 @@ Types of states
 import typing as _typing
 
 from jgrad._backward.scan_layers import scan_layers
-from jgrad._backward.step_in_backward import step_in_backward
+from jgrad._backward.step_in_backward import TrainStep, step_in_backward
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
-from jgrad._inputs.by_path import by_path
+from jgrad._inputs.by_path import ByPath, by_path
 from jgrad._inputs.transformation import AdafactorState, OptState
 from jgrad._ivy.execution import execute_with_gradients
 from jgrad._ivy.variables import (
@@ -121,7 +128,7 @@ from jgrad._ivy.variables import (
     variable,
     variable_data,
 )
-from jgrad._muon.hidden_matrices import hidden_matrices
+from jgrad._muon.hidden_matrices import HiddenMatrices, hidden_matrices
 from jgrad._muon.muon import muon, scale_by_muon
 from jgrad._muon.orthogonalize import orthogonalize
 from jgrad._optimizers.adafactor import adafactor
@@ -142,7 +149,7 @@ from jgrad._soap.soap import soap
 from jgrad._states.carry_over import carry_over
 from jgrad._states.matching import Account
 from jgrad._states.state_shardings import state_shardings
-from jgrad._trees.explained import explained_absence as _explained_absence
+from jgrad._trees.explained import Transformation, explained_absence as _explained_absence
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
@@ -245,6 +252,11 @@ __all__ = [  # noqa: RUF022
     "inplace_update",
     "inplace_increment",
     "inplace_decrement",
+    # Types for annotations
+    "Transformation",
+    "TrainStep",
+    "ByPath",
+    "HiddenMatrices",
     # Types of states
     "OptState",
     "AdafactorState",

@@ -186,6 +186,8 @@ MUTATIONS = [
     Mutation("hvp", "hvp by another vector", "X.tangents(_)", "X.leaves", "tests/gradients"),
     Mutation("_value_and_grad", "the gradient of a gradient is an error", "getattr(_, _GRADIENT, None) is _", "False", "tests/gradients"),
     Mutation("_blocks_of_columns", "blocks of columns are not transposed", "jnp.moveaxis(X, 0, -1)", "X", "tests/gradients"),
+    Mutation("_value_and_jac", "the aux of a Jacobian is differentiated", "differentiation.first_of_pair(_, X)", "X", "tests/gradients/test_jac.py"),
+    Mutation("jac._forward", "what is no array goes through `vmap`", "None if checks.is_array(X) else X", "None", "tests/gradients/test_jac.py"),
     Mutation("_reverse", "always reverse mode", "_size(_) < _size(_)", "False", "tests/gradients"),
     Mutation("Arguments.__init__", "an argument twice", "len(set(_._chosen)) < len(_._chosen)", "False", "tests/gradients"),
     # ---- _layers

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import typing
 
 import pytest
 
@@ -117,6 +118,16 @@ def test_arguments_are_documented_in_their_order(name):
         assert names == [x for x in theirs if x in names]
     else:
         assert re.findall(r"^  (\w+): ", text, re.MULTILINE) == names
+
+
+@pytest.mark.parametrize("name", jgrad.__all__)
+def test_annotations_can_be_read(name):
+    """By people, whom `help` shows names of types; and by programs, which evaluate them."""
+    assert typing.get_type_hints(getattr(jgrad, name)) is not None
+    if name in FUNCTIONS:
+        signature = inspect.signature(getattr(jgrad, name))
+        shown = [x.annotation for x in signature.parameters.values()]
+        assert max(map(len, [*shown, signature.return_annotation])) <= 70
 
 
 # What has a default and may be given by position: arguments, and options of others' functions.

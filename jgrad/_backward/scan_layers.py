@@ -1,5 +1,7 @@
 """The layers of a model in a loss: a scan, which `step_in_backward` runs layer by layer."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

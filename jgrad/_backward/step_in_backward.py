@@ -1,15 +1,16 @@
 """A train step that updates each layer of a model as soon as its gradient is known."""
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Concatenate, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import numerics
@@ -24,6 +25,8 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
+from jgrad._trees.annotations import Params, Shardings, SomeState, Value, ValueAndAux
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -38,29 +41,66 @@ Results = tuple[PyTree, PyTree, PyTree]
 Args = tuple[PyTree, ...]
 Extra = dict[str, PyTree]
 
-Params = TypeVar("Params")
-State = TypeVar("State")
-Value = TypeVar("Value", covariant=True)
+_Value = TypeVar("_Value", covariant=True)
 
 
-class TrainStep(Protocol[Params, Value]):
-    """What `step_in_backward` returns."""
+class TrainStep(Protocol[Params, _Value]):
+    """What `step_in_backward` returns: a step of training, to be wrapped in `jax.jit`.
+
+    In annotations, `TrainStep[Params, jax.Array]` is one for parameters of the type `Params` and a
+    loss that returns an array.
+
+    Example:
+      >>> Params = dict[str, jax.Array]
+      >>> params, tx = {"w": jnp.full((8, 4, 4), 0.1)}, jgrad.adam(1e-3)
+      >>> def loss(params, x):
+      ...     return jnp.sum(jgrad.scan_layers(lambda layer, x: x @ layer["w"], params, x))
+      >>> step: jgrad.TrainStep[Params, jax.Array] = jgrad.step_in_backward(tx, loss)
+      >>> step(params, tx.init(params), jnp.ones(4))[2].shape
+      ()
+    """
 
     def __call__(
-        self, params: Params, state: State, *args: Any, **extra_args: Any
-    ) -> tuple[Params, State, Value]: ...
+        self, params: Params, state: SomeState, *args: PyTree, **extra_args: PyTree
+    ) -> tuple[Params, SomeState, _Value]:
+        """New parameters, the new state, and what the loss returned."""
 
 
+TrainStep.__module__ = "jgrad"  # where users import it from
+
+
+@overload
 def step_in_backward(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation,
+    loss: Callable[Concatenate[Params, ...], ValueAndAux],
+    *,
+    first_pass: bool = False,
+    has_aux: bool,
+    elementwise: bool = False,
+    gradients: OfGradients | None = None,
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, ValueAndAux]: ...
+@overload
+def step_in_backward(
+    tx: AnyTransformation,
     loss: Callable[Concatenate[Params, ...], Value],
+    *,
+    first_pass: bool = False,
+    has_aux: Literal[False] = False,
+    elementwise: bool = False,
+    gradients: OfGradients | None = None,
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, Value]: ...
+def step_in_backward(
+    tx: AnyTransformation,
+    loss: Callable[Concatenate[Params, ...], PyTree],
     *,
     first_pass: bool = False,
     has_aux: bool = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: PyTree = None,
-) -> TrainStep[Params, Value]:
+    mesh_axes: Shardings = None,
+) -> TrainStep[Params, PyTree]:
     """Builds a train step that updates each layer during the backward pass.
 
         value, g       = value_and_grad(loss)(params, *args)

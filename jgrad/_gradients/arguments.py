@@ -99,6 +99,14 @@ class Arguments:
         return index % count
 
 
+def first_of_pair(function: str, output: PyTree) -> PyTree:
+    """The value, of the output of `func` with `has_aux`."""
+    if not isinstance(output, (tuple, list)) or len(output) != 2:
+        came, expected = checks.describe(output), "a pair `(value, aux)`, as `has_aux` says"
+        raise TypeError(f"{function}: `func` returned {came}, expected {expected}.")
+    return output[0]
+
+
 def scalar(function: str, output: PyTree) -> jax.Array:
     """The output of `func` as a scalar, if it is one."""
     if trees.children(output) is not None:

@@ -5,9 +5,11 @@ is `None`; an output with one element counts as a scalar, whatever its rank; `fu
 exactly once; and errors name the leaf.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +17,17 @@ import jax.numpy as jnp
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks
+from jgrad._trees.annotations import (
+    Aux,
+    First,
+    Others,
+    Rest,
+    Tree,
+    Value,
+    ValueAndAux,
+    WithArguments,
+)
 from jgrad._trees.protocols import Leaf, PyTree
-
-First = TypeVar("First", bound=Any)
-Rest = ParamSpec("Rest")
-Value = TypeVar("Value")
-Aux = TypeVar("Aux")
 
 # Set on what `grad` returns, to itself. The gradient of a gradient differentiates the sum of its
 # elements, and `functools.wraps` also copies attributes to wrappers that are not gradients.
@@ -30,16 +37,26 @@ _GRADIENT = "_jgrad_gradient"
 # Type checkers know the type of the first argument, which most people differentiate.
 @overload
 def grad(
-    func: Callable[Concatenate[First, Rest], Any], *, has_aux: Literal[False] = False
-) -> Callable[Concatenate[First, Rest], First]: ...
+    func: Callable[Concatenate[First, Rest], Any],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[False] = False,
+) -> WithArguments[First, Rest, First]: ...
 @overload
 def grad(
-    func: Callable[Concatenate[First, Rest], tuple[Any, Aux]], *, has_aux: Literal[True]
-) -> Callable[Concatenate[First, Rest], tuple[First, Aux]]: ...
+    func: Callable[Concatenate[First, Rest], tuple[Any, Aux]],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[True],
+) -> WithArguments[First, Rest, tuple[First, Aux]]: ...
 @overload
 def grad(
-    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]: ...
+    func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: Literal[False] = False
+) -> Callable[..., PyTree]: ...
+@overload
+def grad(
+    func: Callable[..., ValueAndAux], argnums: Argnums = 0, *, has_aux: bool
+) -> Callable[..., PyTree]: ...
 def grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:
@@ -91,12 +108,26 @@ def grad(
 
 @overload
 def value_and_grad(
-    func: Callable[Concatenate[First, Rest], Value], *, has_aux: bool = False
-) -> Callable[Concatenate[First, Rest], tuple[Value, First]]: ...
+    func: Callable[Concatenate[First, Rest], ValueAndAux],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: bool,
+) -> WithArguments[First, Rest, tuple[ValueAndAux, First]]: ...
 @overload
 def value_and_grad(
-    func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
-) -> Callable[..., Any]: ...
+    func: Callable[..., ValueAndAux], argnums: Argnums = 0, *, has_aux: bool
+) -> Callable[..., tuple[ValueAndAux, PyTree]]: ...
+@overload
+def value_and_grad(
+    func: Callable[Concatenate[First, Rest], Value],
+    argnums: Literal[0] = 0,
+    *,
+    has_aux: Literal[False] = False,
+) -> WithArguments[First, Rest, tuple[Value, First]]: ...
+@overload
+def value_and_grad(
+    func: Callable[..., Value], argnums: Argnums = 0, *, has_aux: Literal[False] = False
+) -> Callable[..., tuple[Value, PyTree]]: ...
 def value_and_grad(
     func: Callable[..., PyTree], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., PyTree]:
@@ -138,7 +169,7 @@ def _value_and_grad(
 
         def scalar(leaves: list[Leaf]) -> tuple[jax.Array, PyTree]:
             output = func(*arguments.with_leaves(leaves), **kwargs)
-            value = _first_of_pair(name, output) if has_aux else output
+            value = differentiation.first_of_pair(name, output) if has_aux else output
             is_gradient = getattr(func, _GRADIENT, None) is func
             scalar_of = _sum_of_gradient if is_gradient else differentiation.scalar
             return scalar_of(name, value), output
@@ -149,6 +180,18 @@ def _value_and_grad(
     return value_and_gradient
 
 
+@overload
+def hvp(
+    func: Callable[..., PyTree], primals: tuple[First], tangents: Sequence[PyTree]
+) -> First: ...
+@overload
+def hvp(
+    func: Callable[..., PyTree], primals: tuple[First, Value, *Others], tangents: Sequence[PyTree]
+) -> tuple[First, Value, *Others]: ...
+@overload
+def hvp(
+    func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
+) -> PyTree: ...
 def hvp(
     func: Callable[..., PyTree], primals: Sequence[PyTree], tangents: Sequence[PyTree]
 ) -> PyTree:
@@ -200,7 +243,7 @@ def hvp(
     return product if len(primals) > 1 else product[0]
 
 
-def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None) -> PyTree:
+def stop_gradient(x: Tree, /, *, preserve_type: bool = True, out: None = None) -> Tree:
     """Returns `x` unchanged, but treats it as a constant in differentiation.
 
         stop_gradient(x) = x, with derivative 0
@@ -223,16 +266,10 @@ def stop_gradient(x: PyTree, /, *, preserve_type: bool = True, out: None = None)
     """
     checks.no_out("stop_gradient", out)
     checks.boolean("stop_gradient", "preserve_type", preserve_type)
-    return jax.tree.map(
+    constant: Tree = jax.tree.map(
         lambda leaf: jax.lax.stop_gradient(leaf) if checks.is_array(leaf) else leaf, x
     )
-
-
-def _first_of_pair(name: str, output: Any) -> Any:
-    if not isinstance(output, (tuple, list)) or len(output) != 2:
-        expected = "a pair `(value, aux)`, as `has_aux` says"
-        raise TypeError(f"{name}: `func` returned {checks.describe(output)}, expected {expected}.")
-    return output[0]
+    return constant
 
 
 def _sum_of_gradient(name: str, gradient: Any) -> jax.Array:

@@ -1,9 +1,11 @@
 """Jacobians of functions from pytrees to pytrees."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Concatenate, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,10 @@ import numpy as np
 from jgrad._gradients import arguments as differentiation
 from jgrad._gradients.arguments import Argnums, Arguments
 from jgrad._trees import checks
+from jgrad._trees.annotations import First, Rest, Value, ValueAndAux, WithArguments
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.trees import Structure
 
 Mode = Literal["reverse", "forward"] | None
 
@@ -22,31 +26,58 @@ Outputs = Callable[[list[jax.Array]], tuple[list[jax.Array], PyTree]]
 Blocks = list[list[jax.Array]]
 
 
+# Type checkers know the Jacobian of one array by the first argument, which is like that.
+@overload
 def jac(
-    func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
+    func: Callable[Concatenate[First, Rest], jax.Array],
+    argnums: Literal[0] = 0,
+    *,
+    mode: Mode = None,
+    has_aux: Literal[False] = False,
+) -> WithArguments[First, Rest, First]: ...
+@overload
+def jac(
+    func: Callable[..., ValueAndAux], argnums: Argnums = 0, *, mode: Mode = None, has_aux: bool
+) -> Callable[..., PyTree]: ...
+@overload
+def jac(
+    func: Callable[..., PyTree],
+    argnums: Argnums = 0,
+    *,
+    mode: Mode = None,
+    has_aux: Literal[False] = False,
+) -> Callable[..., PyTree]: ...
+def jac(
+    func: Callable[..., PyTree],
+    argnums: Argnums = 0,
+    *,
+    mode: Mode = None,
+    has_aux: bool = False,
 ) -> Callable[..., PyTree]:
     """Returns a function that computes the Jacobian of `func`.
 
         jac(f)(x)[i..., j...] = df[i...] / dx[j...]
 
     Args:
-      func: a function that returns a pytree of real floating arrays.
+      func: a function that returns a pytree of real floating arrays; with `has_aux`, a pair of this
+        and anything else.
       argnums: which positional arguments to differentiate with respect to: pytrees with floating
         leaves, and possibly others.
       mode: "reverse" (one pass per output element), "forward" (one pass per input element), or None
         for whichever takes fewer passes. None evaluates `func` once and gets forward mode by
         transposing the pullback. If `func` contains a `jax.custom_vjp` whose backward pass is not
         linear, there is no such transpose; use "reverse".
+      has_aux: see `func`.
 
     Returns:
       A function with the arguments of `func` that returns, for each leaf of the output, a tree like
       the argument, with leaves of shape `output shape + input shape` in the dtype of the input, and
       `None` for leaves that are not differentiable; a tuple of such trees if `argnums` is a
-      sequence.
+      sequence. With `has_aux`, it returns a pair of the Jacobian and the auxiliary output.
 
     Raises:
-      TypeError: from the returned function: an argument has no floating leaf, or an output leaf is
-        not a real floating array.
+      TypeError: from the returned function: an argument has no floating leaf, an output leaf is not
+        a real floating array, or with `has_aux` the output is not a pair.
       ValueError: `mode` is unknown; from the returned function, `argnums` is out of range.
 
     Example:
@@ -56,17 +87,42 @@ def jac(
       >>> jacobian["w"].shape, jacobian["b"].shape
       ((2, 3, 2), (2, 2))
     """
-    both = _value_and_jac("jac", func, argnums, mode)
+    both = _value_and_jac("jac", func, argnums, mode, has_aux=has_aux)
 
     @functools.wraps(func)
     def jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        return both(*args, **kwargs)[1]
+        output, table = both(*args, **kwargs)
+        return (table, output[1]) if has_aux else table
 
     return jacobian
 
 
+@overload
 def value_and_jac(
-    func: Callable[..., PyTree], argnums: Argnums = 0, *, mode: Mode = None
+    func: Callable[Concatenate[First, Rest], jax.Array],
+    argnums: Literal[0] = 0,
+    *,
+    mode: Mode = None,
+    has_aux: Literal[False] = False,
+) -> WithArguments[First, Rest, tuple[jax.Array, First]]: ...
+@overload
+def value_and_jac(
+    func: Callable[..., ValueAndAux], argnums: Argnums = 0, *, mode: Mode = None, has_aux: bool
+) -> Callable[..., tuple[ValueAndAux, PyTree]]: ...
+@overload
+def value_and_jac(
+    func: Callable[..., Value],
+    argnums: Argnums = 0,
+    *,
+    mode: Mode = None,
+    has_aux: Literal[False] = False,
+) -> Callable[..., tuple[Value, PyTree]]: ...
+def value_and_jac(
+    func: Callable[..., PyTree],
+    argnums: Argnums = 0,
+    *,
+    mode: Mode = None,
+    has_aux: bool = False,
 ) -> Callable[..., PyTree]:
     """Returns a function that computes the value of `func` and its Jacobian in one evaluation.
 
@@ -76,10 +132,11 @@ def value_and_jac(
       func: as for `jac`.
       argnums: as for `jac`.
       mode: as for `jac`.
+      has_aux: as for `jac`.
 
     Returns:
-      A function with the arguments of `func` that returns `(value, Jacobian)`. The Jacobian is as
-      for `jac`.
+      A function with the arguments of `func` that returns `(value, Jacobian)` or, with `has_aux`,
+      `((value, aux), Jacobian)`. The Jacobian is as for `jac`.
 
     Raises:
       As `jac`.
@@ -91,22 +148,24 @@ def value_and_jac(
       >>> value.shape, jacobian["w"].shape
       ((2,), (2, 3, 2))
     """
-    return _value_and_jac("value_and_jac", func, argnums, mode)
+    return _value_and_jac("value_and_jac", func, argnums, mode, has_aux=has_aux)
 
 
 def _value_and_jac(
-    name: str, func: Callable[..., PyTree], argnums: Argnums, mode: Mode
-) -> Callable[..., PyTree]:
+    name: str, func: Callable[..., PyTree], argnums: Argnums, mode: Mode, *, has_aux: bool
+) -> Callable[..., tuple[PyTree, PyTree]]:
     """`value_and_jac` under the name that messages give."""
+    checks.boolean(name, "has_aux", has_aux)
     checks.one_of(name, "mode", mode, ("reverse", "forward", None))
 
     @functools.wraps(func)
-    def value_and_jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:
+    def value_and_jacobian(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
         arguments = Arguments(name, argnums, args)
 
         def outputs(leaves: list[Leaf]) -> tuple[list[jax.Array], PyTree]:
-            value = func(*arguments.with_leaves(leaves), **kwargs)
-            return _floating_leaves(name, value), value
+            output = func(*arguments.with_leaves(leaves), **kwargs)
+            value = differentiation.first_of_pair(name, output) if has_aux else output
+            return _floating_leaves(name, value), output
 
         inputs = arguments.leaves
         if mode == "forward":
@@ -115,24 +174,30 @@ def _value_and_jac(
                 raise TypeError(
                     f"{name}: `mode`: 'forward' with a complex argument, expected {expected}."
                 )
-            value, blocks = _forward(outputs, inputs)
+            output, blocks = _forward(outputs, inputs)
         else:
-            value, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
-        structure: Any = jax.tree.structure(value)
-        return value, structure.unflatten([arguments.result(row) for row in blocks])
+            output, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
+        structure: Structure = jax.tree.structure(output[0] if has_aux else output)
+        return output, structure.unflatten([arguments.result(row) for row in blocks])
 
     return value_and_jacobian
 
 
 def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]:
     """Value and blocks, by a push for each element of the input."""
+    form: list[tuple[Structure, list[Leaf]]] = []
 
-    def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], PyTree]:
+    def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         _, out, value = jax.jvp(outputs, (inputs,), (tangent,), has_aux=True)
-        return out, value
+        leaves, structure = jax.tree.flatten(value)
+        # What else there is in `aux`, such as a string, cannot go through `vmap`.
+        form.append((structure, [None if checks.is_array(x) else x for x in leaves]))
+        return out, [x for x in leaves if checks.is_array(x)]
 
     along = jax.vmap(push, out_axes=(0, None), axis_size=_size(inputs))
-    columns, value = along(_basis(inputs))
+    columns, arrays = along(_basis(inputs))
+    ((structure, others),), rest = form, iter(arrays)
+    value = structure.unflatten([next(rest) if x is None else x for x in others])
     return value, _blocks_of_columns(columns, inputs)
 
 

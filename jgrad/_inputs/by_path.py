@@ -1,5 +1,7 @@
 """Options by the path of a leaf: `by_path`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +20,13 @@ _NAME = "by_path"
 
 
 class ByPath:
-    """What `by_path` returns: a function of parameters, or of their shapes."""
+    """What `by_path` returns: a function of parameters, or of their shapes.
+
+    Example:
+      >>> decay: jgrad.ByPath = jgrad.by_path({"w": 0.1}, rest=0.0)
+      >>> decay({"w": jnp.ones(3), "b": jnp.ones(2)})
+      {'b': 0.0, 'w': 0.1}
+    """
 
     def __init__(self, rules: PathRules) -> None:
         self.__jgrad_rules__ = rules  # for options, which take them as a tree
@@ -60,6 +68,9 @@ class ByPath:
         ]
 
 
+ByPath.__module__ = "jgrad"  # where users import it from
+
+
 def _shapes(params: PyTree) -> PyTree:
     return packing.shapes(checks.values_of(params))
 
@@ -83,7 +94,7 @@ def check_parameters(function: str, tree: PyTree) -> None:
 
 
 @explained
-def by_path(rules: Mapping[str, Any], *, rest: Any = ...) -> ByPath:
+def by_path(rules: Mapping[str, object], *, rest: object = ...) -> ByPath:
     """Gives each leaf its own value of an option, chosen by patterns of paths.
 
         value of a leaf = that of the first rule whose pattern matches its path, else `rest`

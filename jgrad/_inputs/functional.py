@@ -348,6 +348,11 @@ def update(
     return decorate
 
 
+def returned(*entries: PyTree) -> PyTree:
+    """What a body returns: lists, where its annotations tell callers of trees."""
+    return entries if len(entries) > 1 else entries[0]
+
+
 def _results(
     arguments: AlignedArguments, roles: Roles, replaced: Replaced, results: Any, static: Arguments
 ) -> Any:

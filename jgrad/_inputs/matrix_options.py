@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Parameters
-from jgrad._inputs.options import Mask
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Mask
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import automatic_mesh, unknown_axes

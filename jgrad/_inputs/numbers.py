@@ -18,12 +18,10 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import jit_static_kwargs
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import meant_keyword, refuse_keyword, refuse_option
 from jgrad._trees.protocols import PyTree
-
-# One real number, or an array of one element, traced or not.
-Scalar = jax.Array | np.ndarray | float
 
 _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 

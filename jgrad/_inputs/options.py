@@ -4,13 +4,12 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import PerLeaf
@@ -18,33 +17,15 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
-from jgrad._inputs.numbers import Scalar
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import DecayRule, LearningRate, Mask, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import Stack, note, told
 
-
-class Dataclass(Protocol):
-    """A tree of a class of one's own, as an equinox module is."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-# A number, an array, or a function of the number of completed updates; or a prefix tree or
-# `by_path` of these. Trees are spelled out, so that type checkers reject strings.
-Tree = Mapping[Any, Any] | list[Any] | tuple[Any, ...] | Dataclass
-LearningRate = ArrayLike | Callable[[jax.Array], Any] | Tree
-Number = LearningRate  # but not an array of several elements
-# A prefix tree of bools, or a function that returns one from the parameters' shapes and dtypes;
-# None is True for all.
-Mask = PyTree | Callable[[PyTree], PyTree] | None
-# How weight decay is applied; "coupled" if it may be part of the momentum.
-DecayRule = Literal["decoupled", "cautious", "independent"]
-CoupledDecayRule = Literal["coupled"] | DecayRule
 DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
 
 
@@ -113,7 +94,7 @@ INJECTED = (
 )
 
 
-def check_masks(function: str, **masks: Mask) -> None:
+def check_masks(function: str, **masks: Mask | None) -> None:
     """Refuses a function of jgrad itself, an array, and a bool that optax made of a function.
 
     `optax.inject_hyperparams` calls functions with a count, as if they were schedules. A mask that
@@ -315,7 +296,7 @@ def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
 
 
 def trust_layers(
-    inputs: Inputs, trust_ratio_mask: Mask, mesh_axes: PyTree, layer_axes: PyTree
+    inputs: Inputs, trust_ratio_mask: Mask | None, mesh_axes: PyTree, layer_axes: PyTree
 ) -> TrustLayers:
     """The same, and which have a trust ratio."""
     axes = layers(inputs, mesh_axes, layer_axes)
@@ -323,7 +304,7 @@ def trust_layers(
     return TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
 
 
-def mask(inputs: Parameters, name: str, tree: Mask) -> list[bool]:
+def mask(inputs: Parameters, name: str, tree: Mask | None) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])

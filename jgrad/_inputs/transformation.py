@@ -10,26 +10,25 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
 from jgrad._inputs import options
 from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
 from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, check_form, zeros
 from jgrad._inputs.numbers import OfCall
-from jgrad._inputs.options import Mask
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, host_memory, trees, variables
+from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, check_keywords, keywords_of
 from jgrad._trees.forms import SMALLEST, Blocks
 from jgrad._trees.protocols import PyTree, state_of
@@ -106,9 +105,6 @@ def counter(params: PyTree, value: int = 0) -> jax.Array:
     return x
 
 
-# A dtype, 8 bits in blocks, or None for the parameter's dtype, but at least float32.
-MomentDType = DTypeLike | Literal["8bit"] | None
-
 _EIGHT_BITS = "8bit"
 
 _LOG = logging.getLogger("jgrad")
@@ -127,7 +123,7 @@ class MomentOptions(NamedTuple):
     """
 
     dtype: MomentDType
-    full_precision: Mask = None
+    full_precision: Mask | None = None
     layer_axes: PyTree = None
     mesh_axes: PyTree = None
     of_first: bool = False
@@ -334,7 +330,7 @@ def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int,
     return tuple(sorted({axis % x.ndim for axis in axes})) if axes else ()
 
 
-def _full_precision(inputs: Parameters, mask: Mask) -> list[bool]:
+def _full_precision(inputs: Parameters, mask: Mask | None) -> list[bool]:
     """For each leaf of the unpacked tree, whether the user keeps it in full precision."""
     if mask is None:
         return [False] * len(trees.flatten(inputs.shapes)[0])
@@ -485,15 +481,15 @@ _IN_STEP = "`step_in_backward`, which fetches a layer at a time"
 
 
 def pair(
-    init: Callable[[PyTree], Any],
-    update: Callable[..., tuple[PyTree, Any]],
+    init: Callable[[PyTree], State],
+    update: Callable[..., tuple[PyTree, State]],
     name: str,
     kind: type | None = None,
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
     offloads: bool = False,
-) -> Transformation:
+) -> Transformation[State]:
     """The transformation of that name, of functions that see arrays alone.
 
     Args:
@@ -507,7 +503,7 @@ def pair(
     """
     taken = keywords_of(update, handed_on)
 
-    def init_of_model(params: PyTree) -> Any:
+    def init_of_model(params: PyTree) -> PyTree:
         if not offloads:
             host_memory.refuse(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
         state = variables.blocks_of_variables(init(arrays_of(params)))
@@ -517,8 +513,8 @@ def pair(
         return state
 
     def update_of_model(
-        updates: PyTree, state: Any, params: PyTree = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
+    ) -> tuple[PyTree, PyTree]:
         if extra_args:
             check_keywords(name, extra_args, taken, checks_options=checks_options)
         host_memory.refuse(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")

@@ -1,5 +1,7 @@
 """Ivy's `execute_with_gradients`: a value, and gradients of chosen outputs by chosen inputs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,6 +12,7 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._gradients.grad import stop_gradient
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Value
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 _NAME = "execute_with_gradients"
@@ -20,14 +23,14 @@ Path = Sequence[Any]  # keys, names and positions
 
 
 def execute_with_gradients(
-    func: Callable[[PyTree], PyTree],
+    func: Callable[[PyTree], Value],
     xs: PyTree,
     /,
     *,
     retain_grads: bool = False,
     xs_grad_idxs: Sequence[Path] | None = _DEFAULT,
     ret_grad_idxs: Sequence[Path] | None = _DEFAULT,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Value, PyTree]:
     """Computes the value of `func` at `xs` and the gradients of its outputs.
 
         execute_with_gradients(f, x) = (f(x), df/dx)

@@ -4,9 +4,11 @@ JAX has neither variables nor in-place updates, so each function returns the new
 the old one unchanged. To reuse its memory, donate it to `jax.jit`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +17,15 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._inputs.functional import lists_as_arrays
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf, PyTree
 
 
+@overload
+def variable(x: complex | np.ndarray | np.number, /) -> jax.Array: ...
+@overload
+def variable(x: Tree, /) -> Tree: ...
 def variable(x: PyTree, /) -> PyTree:
     """Converts the leaves of `x` to floating arrays, so that they can be differentiated.
 
@@ -60,7 +67,7 @@ def is_variable(x: object, /, exclusive: bool = False) -> bool:
     return isinstance(x, jax.Array) and not exclusive
 
 
-def variable_data(x: PyTree, /) -> PyTree:
+def variable_data(x: Tree, /) -> Tree:
     """Returns the array behind a variable, which in JAX is `x` itself.
 
     Args:
@@ -77,7 +84,7 @@ def variable_data(x: PyTree, /) -> PyTree:
     return x
 
 
-def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
+def inplace_update(x: Tree, val: PyTree, /) -> Tree:
     """Returns `val` with the shapes and dtypes of `x`, to replace it.
 
         x' = val
@@ -104,7 +111,7 @@ def inplace_update(x: PyTree, val: PyTree, /) -> PyTree:
     return _combined("inplace_update", x, val, lambda x, val: val)
 
 
-def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
+def inplace_increment(x: Tree, val: PyTree, /) -> Tree:
     """Returns `x` increased by `val`.
 
         x' = x + val
@@ -129,7 +136,7 @@ def inplace_increment(x: PyTree, val: PyTree, /) -> PyTree:
     return _combined("inplace_increment", x, val, jnp.add)
 
 
-def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
+def inplace_decrement(x: Tree, val: PyTree, /) -> Tree:
     """Returns `x` decreased by `val`.
 
         x' = x - val
@@ -155,8 +162,8 @@ def inplace_decrement(x: PyTree, val: PyTree, /) -> PyTree:
 
 
 def _combined(
-    function: str, x: PyTree, val: PyTree, combine: Callable[[jax.Array, jax.Array], jax.Array]
-) -> PyTree:
+    function: str, x: Tree, val: PyTree, combine: Callable[[jax.Array, jax.Array], jax.Array]
+) -> Tree:
     checks.arrays_or_numbers(function, "x", x)
     checks.arrays_or_numbers(function, "val", val)
     x, val = lists_as_arrays(function, {"x": x, "val": val}).values()

@@ -1,5 +1,7 @@
 """Which leaves of a model are matrices between hidden layers, by their names and shapes."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +15,7 @@ from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees.annotations import ArrayAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.protocols import PyTree
@@ -43,9 +46,15 @@ _MULTI_HEAD = re.compile("multi_?head", re.IGNORECASE)  # a kind of attention, n
 
 
 class HiddenMatrices:
-    """What `hidden_matrices` returns: a function of parameters, or of their shapes."""
+    """What `hidden_matrices` returns: a function of parameters, or of their shapes.
 
-    def __init__(self, exclude: tuple[str, ...], layer_axes: PyTree) -> None:
+    Example:
+      >>> matrices: jgrad.HiddenMatrices = jgrad.hidden_matrices()
+      >>> matrices({"w": jnp.ones((3, 2)), "head": jnp.ones((2, 9))})
+      {'head': False, 'w': True}
+    """
+
+    def __init__(self, exclude: tuple[str, ...], layer_axes: ArrayAxes) -> None:
         self._exclude = exclude
         self._layer_axes = read_layer_axes(_NAME, layer_axes)
         options = (("exclude", exclude, EXCLUDED), ("layer_axes", layer_axes, None))
@@ -58,7 +67,7 @@ class HiddenMatrices:
         pairs = zip(leaves, reasons, strict=True)
         return structure.unflatten([None if x is None else not reason for x, reason in pairs])
 
-    def describe(self, params: PyTree, *, output_axes: PyTree = None) -> str:
+    def describe(self, params: PyTree, *, output_axes: ArrayAxes = None) -> str:
         """A line for each array: Muon or Adam, its path and shape, and the reason for the choice.
 
         Matrices are chosen by their shapes alone, so check whether a name should have been
@@ -132,9 +141,12 @@ class HiddenMatrices:
         return ""
 
 
+HiddenMatrices.__module__ = "jgrad"  # where users import it from
+
+
 @explained
 def hidden_matrices(
-    *, exclude: Sequence[str] = EXCLUDED, layer_axes: PyTree = None
+    *, exclude: list[str] | tuple[str, ...] = EXCLUDED, layer_axes: ArrayAxes = None
 ) -> HiddenMatrices:
     """Chooses the hidden matrices of a model by names and shapes, for `muon` and `soap`.
 

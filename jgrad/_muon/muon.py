@@ -1,5 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix, and AdamW for other leaves."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math
@@ -7,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import rules
 from jgrad._inputs import matrix_options, numbers, options
@@ -27,20 +28,30 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import MomentDType, transformation
+from jgrad._inputs.transformation import OptState, transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import (
+    ArrayAxes,
+    ComputeDType,
+    DecayRule,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Number,
+    Polynomials,
+    Scalar,
+    Shardings,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
 MuonRule = Literal["muon", "normuon"]
 ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
-Scale = str | ScaleFunction | None
+Scale = Literal["original", "match_rms_adamw", "spectral"] | ScaleFunction | None
 
 _SCALES: dict[str | None, ScaleFunction] = {
     "original": lambda out, into: math.sqrt(max(1.0, out / max(1, into))),
@@ -146,7 +157,7 @@ def _shapes(inputs: Parameters, given: Given) -> Shapes:
 
 def _made(
     name: str, given: Given, compute: Callable[[Inputs, Step], tuple[list[Any], Any, Any]]
-) -> Transformation:
+) -> Transformation[OptState]:
     moments = given.moments(layer_axes=given.layer_axes)
     shapes_of = functools.partial(_shapes, given=given)
     return transformation(name, compute, shapes_of=shapes_of, moments=moments)
@@ -219,28 +230,28 @@ def muon(
     momentum: Number = MOMENTUM,
     nesterov: bool = True,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     scale: Scale = "original",
-    coefficients: Any = "jordan",
+    coefficients: Polynomials = "jordan",
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
     fraction: float | None = None,
     error_decay: Number = 0.95,
-    output_axes: PyTree = LAST,
-    split: PyTree = None,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    output_axes: ArrayAxes = LAST,
+    split: ArrayAxes = None,
+    mesh_axes: Shardings = None,
+    layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
-    compute_dtype: DTypeLike | None = None,
+    compute_dtype: ComputeDType = None,
     adam_learning_rate: LearningRate | None = None,
     adam_beta1: Number = 0.9,
     adam_beta2: Number = 0.95,
     adam_epsilon: Number = 1e-8,
     adam_weight_decay: Number | None = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Muon for matrices, AdamW for all other leaves.
 
         m'  = momentum m + (1 - momentum) g
@@ -377,23 +388,23 @@ def scale_by_muon(
     momentum: Number = MOMENTUM,
     nesterov: bool = True,
     scale: Scale = "original",
-    coefficients: Any = "jordan",
+    coefficients: Polynomials = "jordan",
     rule: MuonRule = "muon",
     normuon_beta: Scalar = 0.95,
     fraction: float | None = None,
     error_decay: Number = 0.95,
-    output_axes: PyTree = LAST,
-    split: PyTree = None,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    output_axes: ArrayAxes = LAST,
+    split: ArrayAxes = None,
+    mesh_axes: Shardings = None,
+    layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
-    compute_dtype: DTypeLike | None = None,
+    compute_dtype: ComputeDType = None,
     adam_beta1: Number = 0.9,
     adam_beta2: Number = 0.95,
     adam_epsilon: Number = 1e-8,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Muon's direction for `optax.chain`, without learning rates, minus sign or weight decay.
 
         updates = s X for matrices, Adam's direction for all other leaves

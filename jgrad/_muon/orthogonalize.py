@@ -4,6 +4,8 @@ A thousand leaves only have a few shapes. Tall matrices are transposed, so up an
 share an iteration.
 """
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 import functools
@@ -15,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
@@ -30,9 +31,9 @@ from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._muon.rows import Rows
 from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import ArrayAxes, ComputeDType, Polynomials, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
 
 _NAME = "orthogonalize"
@@ -40,13 +41,13 @@ _NAME = "orthogonalize"
 
 @explained
 def orthogonalize(
-    x: PyTree,
+    x: Tree,
     *,
-    coefficients: Any = "jordan",
-    output_axes: PyTree = (-1,),
-    layer_axes: PyTree = None,
-    compute_dtype: DTypeLike | None = None,
-) -> PyTree:
+    coefficients: Polynomials = "jordan",
+    output_axes: ArrayAxes = (-1,),
+    layer_axes: ArrayAxes = None,
+    compute_dtype: ComputeDType = None,
+) -> Tree:
     """Brings the singular values of each matrix close to 1, and keeps its singular vectors.
 
         X = x / |x|, then for each (a, b, c):  A = X X^H;  X = a X + (b A + c A A) X

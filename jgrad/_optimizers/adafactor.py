@@ -1,5 +1,7 @@
 """Adafactor: factored second moments, and clipped steps in proportion to the weights."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools
@@ -22,19 +24,27 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average_of_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import AdafactorState, MomentDType, transformation
+from jgrad._inputs.transformation import AdafactorState, transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import (
+    ArrayAxes,
+    Count,
+    DecayRule,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Number,
+    Scalar,
+    Shardings,
+)
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.forms import Factors
-from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import told
 
 AdafactorRule = Literal["paper", "torch"]
@@ -381,17 +391,17 @@ def adafactor(
     epsilon: tuple[Scalar | None, Scalar] = (1e-30, 1e-3),
     clip_threshold: Scalar | None = 1.0,
     scale_by_parameter: bool = True,
-    min_side: int = 128,
+    min_side: Count = 128,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     rule: AdafactorRule = "paper",
-    output_axes: PyTree = LAST,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    output_axes: ArrayAxes = LAST,
+    mesh_axes: Shardings = None,
+    layer_axes: ArrayAxes = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[AdafactorState]:
     """Adafactor, which stores the second moments of matrices as averages over rows and columns.
 
         beta2 = min(1 - t^-beta2_decay, beta2_cap)

@@ -1,7 +1,9 @@
 """Adam, and AdamW, because weight decay is decoupled."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,20 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import Compute, MomentDType, transformation
+from jgrad._inputs.transformation import Compute, OptState, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.annotations import (
+    DecayRule,
+    Gradient,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Mw,
+    Number,
+    Shardings,
+    Vw,
+    Weights,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
@@ -140,9 +153,9 @@ def adam_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[ja
     **NUMBERS,
 )
 def adam_step(
-    dcdw: PyTree,
-    mw: PyTree,
-    vw: PyTree,
+    dcdw: Gradient,
+    mw: Mw,
+    vw: Vw,
     step: PyTree,
     /,
     *,
@@ -151,7 +164,7 @@ def adam_step(
     epsilon: PyTree = 1e-7,
     bias_correction: BiasCorrection = "step_size",
     out: None = None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> tuple[Gradient, Mw, Vw]:
     """Computes Adam's direction and new moments, without applying a learning rate.
 
         mw'   = beta1 mw + (1 - beta1) dcdw
@@ -199,8 +212,8 @@ def adam_step(
     """
     BIAS_CORRECTION("adam_step", "bias_correction", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
-    directions, *moments = adam_of_leaf(dcdw, mw, vw, n)
-    return [x and x[0] for x in directions], *moments
+    directions, *moments = adam_of_leaf(cast(PyTree, dcdw), mw, vw, n)
+    return functional.returned([x and x[0] for x in directions], *moments)
 
 
 @functional.update(
@@ -214,11 +227,11 @@ def adam_step(
     **NUMBERS,
 )
 def adam_update(
-    w: PyTree,
+    w: Weights,
     dcdw: PyTree,
     lr: PyTree,
-    mw_tm1: PyTree,
-    vw_tm1: PyTree,
+    mw_tm1: Mw,
+    vw_tm1: Vw,
     step: PyTree,
     /,
     *,
@@ -228,7 +241,7 @@ def adam_update(
     bias_correction: BiasCorrection = "step_size",
     stop_gradients: bool = True,
     out: None = None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> tuple[Weights, Mw, Vw]:
     """Updates weights and moments by one step of Adam.
 
         (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
@@ -267,7 +280,8 @@ def adam_update(
     BIAS_CORRECTION("adam_update", "bias_correction", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(dcdw, mw_tm1, vw_tm1, n)
-    return apply(rules.descent, [x and x[0] for x in directions], lr), *moments
+    new = apply(rules.descent, [x and x[0] for x in directions], lr)
+    return functional.returned(new, *moments)
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -294,13 +308,13 @@ def adam(
     beta2: Number = 0.999,
     epsilon: Number = 1e-8,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Adam, or AdamW if you set `weight_decay`.
 
         m'    = beta1 m + (1 - beta1) g
@@ -377,10 +391,10 @@ def scale_by_adam(
     beta2: Number = 0.999,
     epsilon: Number = 1e-8,
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Adam's direction for `optax.chain`, without learning rate, minus sign or weight decay.
 
         updates = delta

@@ -1,5 +1,7 @@
 """Gradient descent, with heavy-ball or Nesterov momentum, and the last line of every optimizer."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -12,9 +14,17 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import MomentDType, transformation
+from jgrad._inputs.transformation import OptState, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.annotations import (
+    CoupledDecayRule,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Number,
+    Shardings,
+    Weights,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
@@ -45,14 +55,14 @@ def _direction_of_leaf(
 
 @functional.update({"w": None}, w=Role.WEIGHTS, effective_grad=Role.GRADIENT, lr=Role.RATE)
 def optimizer_update(
-    w: PyTree,
+    w: Weights,
     effective_grad: PyTree,
     lr: PyTree,
     /,
     *,
     stop_gradients: bool = True,
     out: None = None,
-) -> PyTree:
+) -> Weights:
     """Moves weights along an effective gradient, such as the one that `adam_step` returns.
 
         w' = w - lr effective_grad
@@ -79,13 +89,13 @@ def optimizer_update(
       >>> jax.tree.map(jnp.shape, new)
       {'b': (2,), 'w': (3, 2)}
     """
-    return apply(rules.descent, effective_grad, lr)
+    return functional.returned(apply(rules.descent, effective_grad, lr))
 
 
 @functional.update({"w": None}, w=Role.WEIGHTS, dcdw=Role.GRADIENT, lr=Role.RATE)
 def gradient_descent_update(
-    w: PyTree, dcdw: PyTree, lr: PyTree, /, *, stop_gradients: bool = True, out: None = None
-) -> PyTree:
+    w: Weights, dcdw: PyTree, lr: PyTree, /, *, stop_gradients: bool = True, out: None = None
+) -> Weights:
     """Updates weights by one step of gradient descent.
 
         w' = w - lr dcdw
@@ -110,7 +120,7 @@ def gradient_descent_update(
       >>> jax.tree.map(jnp.shape, new)
       {'b': (2,), 'w': (3, 2)}
     """
-    return apply(rules.descent, dcdw, lr)
+    return functional.returned(apply(rules.descent, dcdw, lr))
 
 
 _OPTIONS = Options(
@@ -130,12 +140,12 @@ def gradient_descent(
     momentum: Number | None = None,
     nesterov: bool = False,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: CoupledDecayRule = "coupled",
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Gradient descent, with or without momentum.
 
         d   = g + weight_decay w

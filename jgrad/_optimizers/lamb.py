@@ -1,7 +1,9 @@
 """LAMB: Adam's direction, scaled layer by layer to the size of the weights."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,7 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import MomentDType, pair, transformation
+from jgrad._inputs.transformation import OptState, pair, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -29,6 +29,19 @@ from jgrad._layers.trust import (
 from jgrad._optimizers import adam
 from jgrad._optimizers.adam import BiasCorrection
 from jgrad._trees import checks
+from jgrad._trees.annotations import (
+    ArrayAxes,
+    DecayRule,
+    LearningRate,
+    Mask,
+    MeshAxes,
+    MomentDType,
+    Mw,
+    Number,
+    Scalar,
+    Vw,
+    Weights,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import told
@@ -163,11 +176,11 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     decay_lambda=Role.OPTIONAL_NUMBER,
 )
 def lamb_update(
-    w: PyTree,
+    w: Weights,
     dcdw: PyTree,
     lr: PyTree,
-    mw_tm1: PyTree,
-    vw_tm1: PyTree,
+    mw_tm1: Mw,
+    vw_tm1: Vw,
     step: PyTree,
     /,
     *,
@@ -179,11 +192,11 @@ def lamb_update(
     min_trust_ratio: PyTree = 0.0,
     bias_correction: BiasCorrection = "step_size",
     rule: LambRule = "paper",
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
     stop_gradients: bool = True,
     out: None = None,
-) -> tuple[PyTree, PyTree, PyTree]:
+) -> tuple[Weights, Mw, Vw]:
     """Updates weights and moments by one step of LAMB.
 
         (delta, mw, vw) = adam_step(dcdw, mw_tm1, vw_tm1, step)
@@ -243,7 +256,8 @@ def lamb_update(
         min_trust_ratio=min_trust_ratio,
         max_trust_ratio=max_trust_ratio,
     )
-    return _updates(w, dcdw, mw_tm1, vw_tm1, lamb, TrustLayers(layer_axes), rule=rule)
+    entries: PyTree = w, dcdw, mw_tm1, vw_tm1, lamb, TrustLayers(cast(PyTree, layer_axes))
+    return functional.returned(*_updates(*entries, rule=rule))
 
 
 # ---- transformations ---------------------------------------------------------------------------
@@ -271,18 +285,18 @@ def lamb(
     beta2: Number = 0.999,
     epsilon: Number = 1e-6,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
-    trust_ratio_mask: Mask = None,
+    trust_ratio_mask: Mask | None = None,
     bias_correction: BiasCorrection = "moments",
     rule: LambRule = "paper",
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """LAMB: Adam, with each layer's learning rate scaled to the norm of its weights.
 
         delta = m' / (1 - beta1^t) / (sqrt(v' / (1 - beta2^t)) + epsilon), as in `adam`
@@ -387,10 +401,10 @@ def scale_by_trust_ratio(
     *,
     max_trust_ratio: Scalar | None = 10.0,
     min_trust_ratio: Scalar = 0.0,
-    trust_ratio_mask: Mask = None,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
-) -> Transformation:
+    trust_ratio_mask: Mask | None = None,
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
+) -> Transformation[optax.EmptyState]:
     """Scales the update of each layer to the norm of its weights, as LAMB does.
 
         ratio    = clip(|w| / |u|, min_trust_ratio, max_trust_ratio), and 1 where a norm is 0

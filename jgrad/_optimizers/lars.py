@@ -1,7 +1,9 @@
 """LARS: the gradient, scaled layer by layer to the size of the weights, with momentum."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,7 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.numbers import Scalar
-from jgrad._inputs.options import CoupledDecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import MomentDType, transformation
+from jgrad._inputs.transformation import OptState, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
@@ -27,6 +27,17 @@ from jgrad._layers.trust import (
     scaled_by_trust_ratio,
 )
 from jgrad._trees import checks
+from jgrad._trees.annotations import (
+    ArrayAxes,
+    CoupledDecayRule,
+    LearningRate,
+    Mask,
+    MeshAxes,
+    MomentDType,
+    Number,
+    Scalar,
+    Weights,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
@@ -153,7 +164,7 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     decay_lambda=Role.OPTIONAL_NUMBER,
 )
 def lars_update(
-    w: PyTree,
+    w: Weights,
     dcdw: PyTree,
     lr: PyTree,
     /,
@@ -162,11 +173,11 @@ def lars_update(
     trust_coefficient: PyTree = 1.0,
     epsilon: PyTree = 0.0,
     rule: LarsRule = "paper",
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
     stop_gradients: bool = True,
     out: None = None,
-) -> PyTree:
+) -> Weights:
     """Updates weights by one step of LARS without momentum.
 
         ratio = trust_coefficient |w| / (|dcdw| + decay_lambda |w| + epsilon), and 1 where a norm is
@@ -209,8 +220,8 @@ def lars_update(
       algorithm 1.
     """
     lars = Lars(trust_coefficient, decay_lambda, epsilon)
-    layers = TrustLayers(layer_axes)
-    return _scaled(w, dcdw, lars, layers, rule=rule, rates=(lr,), scale=rules.descent)
+    entries: PyTree = w, dcdw, lars, TrustLayers(cast(PyTree, layer_axes))
+    return functional.returned(_scaled(*entries, rule=rule, rates=(lr,), scale=rules.descent))
 
 
 # ---- transformation ----------------------------------------------------------------------------
@@ -240,16 +251,16 @@ def lars(
     nesterov: bool = False,
     epsilon: Number = 0.0,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: CoupledDecayRule = "coupled",
-    trust_ratio_mask: Mask = None,
+    trust_ratio_mask: Mask | None = None,
     rate_in_momentum: bool = True,
     rule: LarsRule = "paper",
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """LARS: momentum, with each layer's learning rate scaled to the norm of its weights.
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon), and 1 where a norm is 0

@@ -1,5 +1,7 @@
 """Lion: the sign of an average, so that every weight moves by the learning rate."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -13,9 +15,18 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import Compute, MomentDType, transformation
+from jgrad._inputs.transformation import Compute, OptState, transformation
 from jgrad._kernels.moment import Moments
+from jgrad._trees.annotations import (
+    DecayRule,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Mw,
+    Number,
+    Shardings,
+    Weights,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
@@ -39,17 +50,17 @@ def lion_of_leaf(g: jax.Array, mw: Moments, beta1: BetaForms, beta2: BetaForms) 
     **_BETAS,
 )
 def lion_update(
-    w: PyTree,
+    w: Weights,
     dcdw: PyTree,
     lr: PyTree,
-    mw_tm1: PyTree,
+    mw_tm1: Mw,
     /,
     *,
     beta1: PyTree = 0.9,
     beta2: PyTree = 0.99,
     stop_gradients: bool = True,
     out: None = None,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[Weights, Mw]:
     """Updates weights and the moment by one step of Lion.
 
         w'  = w - lr sign(beta1 mw_tm1 + (1 - beta1) dcdw)
@@ -81,7 +92,7 @@ def lion_update(
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2.
     """
     direction, mw = lion_of_leaf(dcdw, mw_tm1, beta1, beta2)
-    return apply(rules.descent, direction, lr), mw
+    return functional.returned(apply(rules.descent, direction, lr), mw)
 
 
 def _compute(given: Given) -> Compute:
@@ -104,12 +115,12 @@ def lion(
     beta1: Number = 0.9,
     beta2: Number = 0.99,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Lion, which moves each weight along the sign of an average of gradients.
 
         direction = sign(beta1 m + (1 - beta1) g)
@@ -176,10 +187,10 @@ def scale_by_lion(
     *,
     beta1: Number = 0.9,
     beta2: Number = 0.99,
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[OptState]:
     """Lion's direction for `optax.chain`, without learning rate, minus sign or weight decay.
 
         updates = sign(beta1 m + (1 - beta1) g)

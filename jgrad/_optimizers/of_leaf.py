@@ -1,5 +1,7 @@
 """Optimizers from users' own functions of one leaf."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -15,10 +17,11 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import Compute, transformation
+from jgrad._inputs.transformation import Compute, OptState, transformation
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained, refuse_without_effect
+from jgrad._trees.protocols import PyTree
 
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
@@ -52,8 +55,8 @@ class Beta(_Forms):
 
 
 def optimizer_of_leaf(
-    function: Callable[..., Any], /, *, stays_finite: bool = False
-) -> Callable[..., Transformation]:
+    function: Callable[..., PyTree], /, *, stays_finite: bool = False
+) -> Callable[..., Transformation[OptState]]:
     """Turns a function of one leaf into an optimizer; use it as a decorator.
 
         direction, mw', vw' = function(g, mw, vw)

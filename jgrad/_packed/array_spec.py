@@ -22,6 +22,7 @@ from jgrad._packed.packed_layers import PackedLayers
 from jgrad._packed.packing import Packed
 from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree
@@ -94,7 +95,7 @@ class ArraySpec(NamedTuple):
         return join_leaves(self.spans, elements, self.shape[0])
 
     def element_keys(
-        self, seed: int, purpose: int, x: jax.Array | Blocks, place: Place | None = None
+        self, seed: Count, purpose: int, x: jax.Array | Blocks, place: Place | None = None
     ) -> ElementKeys:
         """What random bits are a hash of, so that a leaf has the same ones packed or not.
 

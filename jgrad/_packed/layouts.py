@@ -26,6 +26,7 @@ from jax.typing import ArrayLike
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
 from jgrad._trees import checks, shardings, trees
+from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SIZE, SMALLEST
 from jgrad._trees.protocols import PyTree
@@ -358,8 +359,8 @@ def layout_of(
     function: str,
     tree: PyTree,
     layer_axes: PyTree = None,
-    multiple_of: int = 1,
-    max_size: int | None = None,
+    multiple_of: Count = 1,
+    max_size: Count | None = None,
     *,
     small_apart: bool = False,
     others: bool = False,

@@ -4,6 +4,8 @@
 JAX operations that have forward and reverse mode.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes,
 from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import ArrayAxes, Count, Prefix, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
@@ -26,7 +29,6 @@ from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import replicated
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
-Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -62,7 +64,7 @@ class Packed(Generic[Tree]):
         return ((GetAttrKey("buffers"), self.buffers),), self.layout
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> "Packed[Any]":
+    def tree_unflatten(cls, layout: Layout, children: tuple[PyTree]) -> Packed[Any]:
         # Buffers are not checked, because JAX puts objects of all kinds there.
         self = object.__new__(cls)
         (self.buffers,) = children
@@ -77,6 +79,7 @@ class Packed(Generic[Tree]):
         return f"Packed: {self.layout!r}"
 
 
+Like = TypeVar("Like", bound="Prefix | Packed[Any]")
 Packed.__module__ = "jgrad"  # where users import it from, and what a pickle names
 
 
@@ -84,20 +87,20 @@ Packed.__module__ = "jgrad"  # where users import it from, and what a pickle nam
 def pack(
     tree: Tree,
     *,
-    layer_axes: PyTree = None,
-    multiple_of: int = 1,
-    max_size: int | None = None,
+    layer_axes: ArrayAxes = None,
+    multiple_of: Count = 1,
+    max_size: Count | None = None,
     small_apart: bool = False,
 ) -> Packed[Tree]: ...
 @overload
-def pack(tree: PyTree, *, like: Tree) -> Tree: ...
+def pack(tree: PyTree, *, like: Like) -> Like: ...
 @explained
 def pack(
     tree: PyTree,
     *,
-    layer_axes: PyTree = None,
-    multiple_of: int = 1,
-    max_size: int | None = None,
+    layer_axes: ArrayAxes = None,
+    multiple_of: Count = 1,
+    max_size: Count | None = None,
     like: PyTree = None,
     small_apart: bool = False,
 ) -> PyTree:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees.annotations import Count
 from jgrad._trees.shardings import sharded_as
 
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
@@ -76,7 +77,7 @@ class ElementKeys(NamedTuple):
         return element_numbers(shape, first_axes, self.part)
 
 
-def leaf_keys(seed: int, purpose: int, positions: Sequence[int]) -> np.ndarray:
+def leaf_keys(seed: Count, purpose: int, positions: Sequence[int]) -> np.ndarray:
     """Two numbers for each leaf, by its position in a tree; of shape (leaves, 2)."""
     start = mixed(mixed(np.array([seed], np.uint32)) + np.uint32(purpose))
     first = mixed(np.array(positions, np.uint32) + start)

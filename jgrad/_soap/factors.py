@@ -17,6 +17,7 @@ from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, trees, variables
+from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree, state_of
@@ -100,7 +101,7 @@ class SoapState(NamedTuple):
 # ---- in a state --------------------------------------------------------------------------------
 
 
-def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: int) -> PyTree:
+def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: Count) -> PyTree:
     """Before the first update: averages are zero, and each basis is the identity."""
     entries: list[OfLeaf | None] = []
     for x, axes in zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True):
@@ -114,7 +115,7 @@ def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: in
 
 
 def read(
-    inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: int, tree: PyTree
+    inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: Count, tree: PyTree
 ) -> list[OfLeaf | None]:
     """The factors of each leaf, checked against the choice of leaves."""
     pairs = list(zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True))
@@ -154,7 +155,7 @@ def _structure(inputs: Parameters) -> Any:
     return jax.tree.structure(inputs.shapes, is_leaf=is_leaf)
 
 
-def _shapes(axes: MatrixAxes, x: jax.Array, max_side: int) -> OfLeaf:
+def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
     """The shapes of the factors of each run of blocks."""
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real

@@ -1,5 +1,7 @@
 """SOAP: Adam in the basis of the eigenvectors of Shampoo's factors, and AdamW for other leaves."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -18,8 +20,7 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.options import DecayRule, LearningRate, Mask, Number
-from jgrad._inputs.transformation import MomentDType, MoreFields, transformation
+from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._kernels.moment import Moments
 from jgrad._muon.directions import either
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
@@ -27,6 +28,16 @@ from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
 from jgrad._trees import trees
+from jgrad._trees.annotations import (
+    ArrayAxes,
+    Count,
+    DecayRule,
+    LearningRate,
+    Mask,
+    MomentDType,
+    Number,
+    Shardings,
+)
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
 
@@ -61,7 +72,7 @@ def _shapes(inputs: Parameters, given: Given) -> Shapes:
     return Shapes(inputs.tree, inputs.tree, matrices_of(inputs, given))
 
 
-def _factors(max_side: int) -> MoreFields:
+def _factors(max_side: Count) -> MoreFields:
     """What the state has beside moments."""
 
     def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
@@ -234,17 +245,17 @@ def soap(
     beta1: Number = 0.95,
     beta2: Number = 0.95,
     shampoo_beta: Number = 0.95,
-    every: int = 10,
+    every: Count = 10,
     epsilon: Number = 1e-8,
-    max_side: int = 8192,
+    max_side: Count = 8192,
     weight_decay: Number = 0.0,
-    weight_decay_mask: Mask = None,
+    weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     first_step: FirstStep = "skip",
-    output_axes: PyTree = LAST,
-    split: PyTree = None,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
+    output_axes: ArrayAxes = LAST,
+    split: ArrayAxes = None,
+    mesh_axes: Shardings = None,
+    layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     adam_learning_rate: LearningRate | None = None,
     adam_beta1: Number | None = None,
@@ -252,8 +263,8 @@ def soap(
     adam_epsilon: Number | None = None,
     adam_weight_decay: Number | None = None,
     moment_dtype: MomentDType = None,
-    full_precision: Mask = None,
-) -> Transformation:
+    full_precision: Mask | None = None,
+) -> Transformation[SoapState]:
     """SOAP, which is Adam in Shampoo's eigenbases, for matrices, and AdamW for all other leaves.
 
         m'  = beta1 m + (1 - beta1) g

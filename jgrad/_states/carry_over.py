@@ -1,8 +1,11 @@
 """`carry_over` converts a state for another recipe, and reports what became of each part."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ from jgrad._states import forms, matching, state_leaves
 from jgrad._states.matching import Account, Matcher, Momentum, Source
 from jgrad._states.state_leaves import NAME, Keys, StateLeaf, read
 from jgrad._trees import checks, trees, variables
+from jgrad._trees.annotations import Mask, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.host_memory import where_it_lies
@@ -24,13 +28,13 @@ from jgrad._trees.protocols import Leaf, PyTree
 def carry_over(
     old: PyTree,
     *,
-    like: PyTree,
+    like: Tree,
     params: PyTree = None,
     strict: bool = False,
     rename: Mapping[str, str] | None = None,
-    reset: PyTree | Callable[[PyTree], PyTree] = None,
+    reset: Mask | None = None,
     momentum: Momentum | None = None,
-) -> tuple[PyTree, Account]:
+) -> tuple[Tree, Account]:
     """Converts the state of one optimizer to that of another, and returns a record of what it did.
 
         state[part, leaf] = old[part, leaf]    where `old` has it, in the form that `like` has
@@ -134,7 +138,7 @@ def carry_over(
         structure, maker = trees.flatten(shapes)[1], _Leaves(old, before, params)
         arrays = {leaf.position: maker.of(leaf, source) for leaf, source in made}
         state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
-        state = packing.pack(state, like=like)
+        state = packing.pack(state, like=cast(PyTree, like))
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 

@@ -1,5 +1,7 @@
 """The shardings of a state, for parameters on a mesh."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jgrad._inputs.transformation import arrays_of
@@ -15,8 +16,9 @@ from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, variables
+from jgrad._trees.annotations import Prefix
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import explained
+from jgrad._trees.explained import AnyTransformation, explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._wrappers import inside
@@ -28,9 +30,9 @@ _Axes = str | tuple[str, ...] | None  # of a mesh, along one axis of an array
 
 @explained
 def state_shardings(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation,
     params: PyTree,
-    params_shardings: PyTree = None,
+    params_shardings: NamedSharding | Prefix | None = None,
     *,
     shard_over: str | tuple[str, ...] | None = None,
 ) -> PyTree:

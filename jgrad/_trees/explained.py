@@ -11,24 +11,48 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 import optax
 
 from jgrad._trees import checks
+from jgrad._trees.annotations import Init, Inner, Pair, State, Update
 from jgrad._trees.forms import SMALLEST, in_short
 
 _LONGEST = 80  # characters of one argument
 
 
-class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax: no types
-    """What a factory of this library returns: `init` and `update`, and how it was called."""
+# To mypy optax has no types, and a class on top of one of its own would be of every type. Of two
+# definitions mypy reads the first; pyright, which reads optax, knows that 0 is false.
+if 0:
+    from jgrad._trees.annotations import TypedPair as _Pair
+else:
+    from optax import GradientTransformationExtraArgs as _Pair  # type: ignore[no-redef]
+
+
+class Transformation(_Pair, Generic[State]):
+    """What a factory of this library returns: a transformation that knows how it was called.
+
+    In annotations, `Transformation[jgrad.OptState]` is one with this state. `Transformation` alone
+    has any state, for a variable that holds an optimizer and then a wrapper around it.
+
+    Attributes:
+      init: `init(params)` returns the state before the first update.
+      update: `update(updates, state, params=None, **extra_args)` returns new updates and the new
+        state.
+
+    Example:
+      >>> tx: jgrad.Transformation = jgrad.adam(1e-3)
+      >>> tx = jgrad.accumulate(tx, 4)
+      >>> tx
+      accumulate(adam(0.001), 4)
+    """
 
     # According to optax's types, a state is an array or a tree of arrays, which no NamedTuple is.
-    init: Callable[[Any], Any]  # pyright: ignore[reportIncompatibleVariableOverride]
-    update: Callable[..., tuple[Any, Any]]
+    init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
+    update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     call: tuple[str, tuple[Any, ...], Mapping[str, Any]] | None = None
 
     def __repr__(self) -> str:
@@ -37,6 +61,15 @@ class Transformation(optax.GradientTransformationExtraArgs):  # type: ignore[mis
         name, args, kwargs = self.call
         given = [_short(x) for x in args] + [f"{key}={_short(x)}" for key, x in kwargs.items()]
         return f"{name}({', '.join(given)})"
+
+
+Transformation.__module__ = "jgrad"  # where users import it from
+
+# What wrappers take; they don't know the states of other libraries.
+if 0:
+    AnyTransformation: TypeAlias = Pair[Inner]
+else:
+    AnyTransformation: TypeAlias = Transformation[Inner] | Pair  # type: ignore[misc,no-redef]
 
 
 def _short(x: Any) -> str:

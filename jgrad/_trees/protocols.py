@@ -18,7 +18,7 @@ Code therefore never checks the type of an object, but whether its type has one 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 PyTree = Any
 Leaf = Any  # an array or a number, `Blocks`, a shape, None, or whatever else a model has
@@ -73,6 +73,7 @@ def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_St
         others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "zero" for x in names}
         fields = FieldRoles(kind, others | roles)
         STATES.append(fields)
+        state.__annotations__ = get_type_hints(state)  # which are looked up in the module
         state.__module__ = "jgrad"
         state.__jgrad_fields__ = fields  # type: ignore[attr-defined]
         return state

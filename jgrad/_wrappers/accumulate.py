@@ -1,8 +1,9 @@
 """One update for the gradients of several mini-batches: `accumulate`, and its states."""
 
+from __future__ import annotations
+
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import telling, told
 from jgrad._wrappers import decisions, inside
@@ -27,7 +29,7 @@ from jgrad._wrappers.decisions import Flag
 _NAME = "accumulate"
 _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
-Every = int | Callable[[jax.Array], Any]
+Every = Count | Schedule
 Leaves = list[Any]
 # For the leaves of the updates, and of the state inside: whether a wrapper around can take them
 # whatever it decides.
@@ -66,25 +68,25 @@ class _OfWindow:
         return without_window(self, new, finite)
 
 
-class _Fields(NamedTuple):
+class _Fields(NamedTuple, Generic[Inner]):
     mini_step: jax.Array
     count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
     skipped: jax.Array
     total: PyTree
-    inner: PyTree
+    inner: Inner
 
 
-class _WeightedFields(NamedTuple):
+class _WeightedFields(NamedTuple, Generic[Inner]):
     mini_step: jax.Array
     count: jax.Array  # type: ignore[assignment]  # hides `tuple.count`
     skipped: jax.Array
     total: PyTree
-    inner: PyTree
+    inner: Inner
     weight: jax.Array
 
 
 @state_of("accumulate", total="sum")
-class AccumulateState(_OfWindow, _Fields):
+class AccumulateState(_OfWindow, _Fields[Inner]):
     """State of `accumulate`. Field names are part of the checkpoint format.
 
     `gradient_step` and `has_updated`, named as in `optax.MultiSteps`, are read from the state
@@ -110,7 +112,7 @@ class AccumulateState(_OfWindow, _Fields):
 
 
 @state_of("accumulate", total="sum")
-class WeightedAccumulateState(_OfWindow, _WeightedFields):
+class WeightedAccumulateState(_OfWindow, _WeightedFields[Inner]):
     """State of `accumulate(..., weighted=True)`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -143,14 +145,44 @@ def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree
     return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
+@overload
+def accumulate(
+    tx: AnyTransformation[Inner],
+    every: Every,
+    *,
+    check_finite: bool = True,
+    weighted: Literal[False] = False,
+    mesh_axes: MeshAxes = None,
+    mean: bool = True,
+) -> Transformation[AccumulateState[Inner]]: ...
+@overload
+def accumulate(
+    tx: AnyTransformation[Inner],
+    every: Every,
+    *,
+    check_finite: bool = True,
+    weighted: Literal[True],
+    mesh_axes: MeshAxes = None,
+    mean: bool = True,
+) -> Transformation[WeightedAccumulateState[Inner]]: ...
+@overload
+def accumulate(
+    tx: AnyTransformation,
+    every: Every,
+    *,
+    check_finite: bool = True,
+    weighted: bool,
+    mesh_axes: MeshAxes = None,
+    mean: bool = True,
+) -> Transformation: ...
 @explained
 def accumulate(
-    tx: optax.GradientTransformation,
-    every: int | Callable[[jax.Array], Any],
+    tx: AnyTransformation,
+    every: Every,
     *,
     check_finite: bool = True,
     weighted: bool = False,
-    mesh_axes: PyTree = None,
+    mesh_axes: MeshAxes = None,
     mean: bool = True,
 ) -> Transformation:
     """Accumulates the gradients of several mini-batches, and updates once with their mean.

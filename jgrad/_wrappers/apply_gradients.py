@@ -1,6 +1,8 @@
 """A whole step, from gradients to new parameters, which a TPU can take in one pass."""
 
-from typing import Any, TypeVar
+from __future__ import annotations
+
+from typing import Any
 
 import jax
 import optax
@@ -11,25 +13,24 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
+from jgrad._trees.annotations import Params, Shardings, SomeState
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling
 from jgrad._wrappers import inside
 
 _NAME = "apply_gradients"
 
-Params = TypeVar("Params")
-State = TypeVar("State")
-
 
 def apply_gradients(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation,
     grads: PyTree,
-    state: State,
+    state: SomeState,
     params: Params,
     *,
-    mesh_axes: PyTree = None,
+    mesh_axes: Shardings = None,
     **extra_args: Any,
-) -> tuple[Params, State]:
+) -> tuple[Params, SomeState]:
     """Applies one step of `tx`, and returns the new parameters and the new state.
 
         updates, state' = tx.update(grads, state, params)

@@ -1,7 +1,8 @@
 """An exponential moving average of the parameters after each step."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from __future__ import annotations
+
+from typing import Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner, Scalar, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -23,7 +24,7 @@ _NAME = "average_params"
 
 
 @state_of("average_params", average="weights")
-class EmaState(NamedTuple):
+class EmaState(NamedTuple, Generic[Inner]):
     """State of `average_params`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -40,17 +41,17 @@ class EmaState(NamedTuple):
 
     done: jax.Array
     average: PyTree
-    inner: PyTree = None
+    inner: Inner = None  # type: ignore[assignment]  # in pickles from 1.1
 
 
 @explained
 def average_params(
-    tx: optax.GradientTransformation,
-    decay: Scalar | Callable[[jax.Array], Any],
+    tx: AnyTransformation[Inner],
+    decay: Scalar | Schedule,
     *,
     start: Scalar = 0,
     debias: bool = False,
-) -> Transformation:
+) -> Transformation[EmaState[Inner]]:
     """Keeps an exponential moving average of the parameters after each step of `tx`.
 
         updates = tx(g, w)

@@ -1,6 +1,8 @@
 """Clipping by the norm of all gradients together."""
 
-from typing import Any, Literal, NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,12 @@ from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
-from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
 from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
@@ -59,9 +61,21 @@ class ClipState(NamedTuple):
     norm: jax.Array
 
 
+@overload
+def clip_by_global_norm(
+    max_norm: Scalar, *, mesh_axes: MeshAxes = None, of: Literal["current"] = "current"
+) -> Transformation[optax.EmptyState]: ...
+@overload
+def clip_by_global_norm(
+    max_norm: Scalar, *, mesh_axes: MeshAxes = None, of: Literal["previous"]
+) -> Transformation[ClipState]: ...
+@overload
+def clip_by_global_norm(
+    max_norm: Scalar, *, mesh_axes: MeshAxes = None, of: Literal["current", "previous"]
+) -> Transformation: ...
 @explained
 def clip_by_global_norm(
-    max_norm: Scalar, *, mesh_axes: PyTree = None, of: Literal["current", "previous"] = "current"
+    max_norm: Scalar, *, mesh_axes: MeshAxes = None, of: Literal["current", "previous"] = "current"
 ) -> Transformation:
     """Scales all updates down together if their global norm exceeds `max_norm`.
 
@@ -158,7 +172,7 @@ def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
 
 
 @explained
-def global_norm(tree: PyTree, *, mesh_axes: PyTree = None) -> jax.Array:
+def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
     """Computes the 2-norm of all floating leaves together.
 
         norm = sqrt(sum over leaves and elements of |x|^2)

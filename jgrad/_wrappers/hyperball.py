@@ -10,11 +10,13 @@ cancellation; and a norm that has drifted from r comes back. Sums are scaled by 
 that they neither overflow nor vanish.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +29,14 @@ from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_lea
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import LearningRate, Mask
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
@@ -68,7 +70,7 @@ class _Sums(NamedTuple):
     unit: jax.Array
 
     @classmethod
-    def of(cls, stacked: jax.Array, unit: jax.Array) -> "_Sums":
+    def of(cls, stacked: jax.Array, unit: jax.Array) -> _Sums:
         """From all three in one array."""
         return cls(stacked[0], stacked[1], stacked[2], unit)
 
@@ -294,7 +296,7 @@ _NAME = "hyperball"
 
 
 @state_of("hyperball", done="step", radius="like")
-class HyperballState(NamedTuple):
+class HyperballState(NamedTuple, Generic[Inner]):
     """State of `hyperball`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -315,7 +317,7 @@ class HyperballState(NamedTuple):
 
     done: jax.Array
     radius: PyTree
-    inner: PyTree
+    inner: Inner
 
     def describe(self) -> str:
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
@@ -335,14 +337,14 @@ def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
 
 @explained
 def hyperball(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation[Inner],
     learning_rate: LearningRate,
     *,
     leaves: Mask,
-    mesh_axes: PyTree = None,
-    layer_axes: PyTree = None,
-    radius: PyTree | Callable[[tuple[int, ...]], Any] = None,
-) -> Transformation:
+    mesh_axes: MeshAxes = None,
+    layer_axes: ArrayAxes = None,
+    radius: Scalar | Prefix | Callable[[tuple[int, ...]], PyTree] | None = None,
+) -> Transformation[HyperballState[Inner]]:
     """Keeps the norms of chosen matrices fixed, and rotates each towards the update of `tx`.
 
         w' = R (w + learning_rate R u / |u|) / |w + learning_rate R u / |u||

@@ -1,16 +1,19 @@
 """How a TPU updates each 8-bit leaf, and why."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import optax
 
 from jgrad._arithmetic.elementwise import programs
 from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import in_rows
 from jgrad._trees import variables
+from jgrad._trees.annotations import Shardings
+from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
@@ -25,7 +28,7 @@ _SAME_VALUE = ("copy", "copy_p", "device_put", "optimization_barrier", "sharding
 
 
 def leaf_programs(
-    tx: optax.GradientTransformation, params: PyTree, *, mesh_axes: PyTree = None, **extra_args: Any
+    tx: AnyTransformation, params: PyTree, *, mesh_axes: Shardings = None, **extra_args: Any
 ) -> dict[str, str]:
     """Tells whether a TPU updates each 8-bit array with one kernel, and if not, why.
 

@@ -1,12 +1,13 @@
 """Float32 copies of half-precision parameters, kept in the state."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Rest, Then
@@ -14,8 +15,9 @@ from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -24,7 +26,7 @@ _NAME = "master_weights"
 
 
 @state_of("master_weights", master="weights")
-class MasterState(NamedTuple):
+class MasterState(NamedTuple, Generic[Inner]):
     """State of `master_weights`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -41,7 +43,7 @@ class MasterState(NamedTuple):
     """
 
     master: PyTree
-    inner: PyTree
+    inner: Inner
 
     @property
     def __jgrad_unrounded__(self) -> bool:
@@ -50,7 +52,7 @@ class MasterState(NamedTuple):
 
 
 @explained
-def master_weights(tx: optax.GradientTransformation) -> Transformation:
+def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[Inner]]:
     """Trains float32 copies of half-precision parameters, and rounds the copies at each step.
 
         master' = master + tx(float32 g, master)

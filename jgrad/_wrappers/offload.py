@@ -1,12 +1,13 @@
 """Optimizer state in host memory between steps."""
 
-from typing import Any
+from __future__ import annotations
 
-import optax
+from typing import Any
 
 from jgrad._inputs.transformation import pair
 from jgrad._trees import host_memory
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 
@@ -14,7 +15,7 @@ _NAME = "offload"
 
 
 @explained
-def offload(tx: optax.GradientTransformation) -> Transformation:
+def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     """Keeps the large arrays of a state in host memory between steps.
 
         updates, new = tx(g, on_device(state), w)

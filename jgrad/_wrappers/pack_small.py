@@ -1,5 +1,7 @@
 """Packs small leaves inside a transformation, so that training loops stay unchanged."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +15,9 @@ from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of, other_leaves
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import Count, Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside, parameters
@@ -24,7 +27,7 @@ _NAME = "pack_small"
 
 
 @explained
-def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Transformation:
+def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Transformation[Inner]:
     """Packs small leaves inside each update, while your loop keeps working with trees.
 
         updates = unpack(tx(pack(g), state, pack(w))),   packing leaves of up to max_size elements
@@ -64,7 +67,7 @@ def pack_small(tx: optax.GradientTransformation, *, max_size: int = 2048) -> Tra
     checks.count(_NAME, "max_size", max_size, low=0)
 
     def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
-        is_apart = max_size >= SMALLEST
+        is_apart = bool(max_size >= SMALLEST)
         return layout_of(_NAME, tree, max_size=max_size, small_apart=is_apart, others=True)
 
     def init(params: PyTree) -> PyTree:

@@ -1,8 +1,10 @@
 """Schedule-free training: averaging the iterates replaces a schedule."""
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,10 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
-from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Inner, Scalar, Schedule
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -28,7 +30,7 @@ _POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 
 @state_of("schedule_free", z="weights", average="weights")
-class ScheduleFreeState(NamedTuple):
+class ScheduleFreeState(NamedTuple, Generic[Inner]):
     """State of `schedule_free`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -53,18 +55,18 @@ class ScheduleFreeState(NamedTuple):
     largest_rate: jax.Array
     z: PyTree
     average: PyTree
-    inner: PyTree
+    inner: Inner
 
 
 @explained
 def schedule_free(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation[Inner],
     *,
     beta: Scalar = 0.9,
-    learning_rate: Scalar | Callable[[jax.Array], Any] = 1.0,
+    learning_rate: Scalar | Schedule = 1.0,
     weight_power: Scalar = 2.0,
     step_power: Scalar = 0.0,
-) -> Transformation:
+) -> Transformation[ScheduleFreeState[Inner]]:
     """Averages the iterates of an optimizer, so that it needs a warm-up but no other schedule.
 
         z'       = z + tx(g, y)                                        g is the gradient at y
@@ -170,7 +172,7 @@ def schedule_free(
 
 def _rate(
     inputs: Inputs,
-    learning_rate: Scalar | Callable[[jax.Array], Any],
+    learning_rate: Scalar | Schedule,
     of_call: PyTree,
     state: ScheduleFreeState,
 ) -> jax.Array:

@@ -1,7 +1,9 @@
 """Skips steps that would make something non-finite, with loss scaling for float16."""
 
+from __future__ import annotations
+
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +14,11 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, origin
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import all_finite, stays_finite
@@ -28,7 +30,7 @@ _LARGEST_SCALE = 2.0**125  # its reciprocal is an ordinary float32
 
 
 @state_of("skip_nonfinite", loss_scale="like")
-class SkipState(NamedTuple):
+class SkipState(NamedTuple, Generic[Inner]):
     """State of `skip_nonfinite`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -49,7 +51,7 @@ class SkipState(NamedTuple):
     """
 
     skipped: jax.Array
-    inner: PyTree
+    inner: Inner
     streak: jax.Array
     loss_scale: jax.Array
 
@@ -60,13 +62,13 @@ class SkipState(NamedTuple):
 
 @explained
 def skip_nonfinite(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation[Inner],
     *,
     loss_scale: Scalar | None = None,
-    growth_interval: int = 2000,
-    mesh_axes: PyTree = None,
+    growth_interval: Count = 2000,
+    mesh_axes: MeshAxes = None,
     branch: bool = False,
-) -> Transformation:
+) -> Transformation[SkipState[Inner]]:
     """Skips every step that would make the parameters or the state non-finite.
 
         step     = tx(g / loss_scale)
@@ -247,7 +249,7 @@ def _works(
 
 
 def _next_scale(
-    scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: int
+    scale: jax.Array, streak: jax.Array, finite: jax.Array, growth_interval: Count
 ) -> tuple[jax.Array, jax.Array]:
     """Half the scale after a skip, twice the scale after a streak, which then restarts."""
     grow = streak >= growth_interval

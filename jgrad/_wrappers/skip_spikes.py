@@ -1,7 +1,9 @@
 """Skips steps whose loss is far above recent losses."""
 
+from __future__ import annotations
+
 import math
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +11,11 @@ import optax
 
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
-from jgrad._inputs.numbers import Scalar
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
 from jgrad._wrappers import decisions, inside
@@ -26,7 +28,7 @@ _LEAST = 4  # losses in a window: one loss is a quarter of it
 
 
 @state_of("skip_spikes")
-class SpikeState(NamedTuple):
+class SpikeState(NamedTuple, Generic[Inner]):
     """State of `skip_spikes`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -46,7 +48,7 @@ class SpikeState(NamedTuple):
     """
 
     skipped: jax.Array
-    inner: PyTree
+    inner: Inner
     losses: jax.Array
     accepted: jax.Array
     streak: jax.Array
@@ -59,13 +61,13 @@ class SpikeState(NamedTuple):
 
 @explained
 def skip_spikes(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation[Inner],
     *,
-    window: int = 128,
+    window: Count = 128,
     deviations: Scalar = 6.0,
     restart: bool = True,
-    mesh_axes: PyTree = None,
-) -> Transformation:
+    mesh_axes: MeshAxes = None,
+) -> Transformation[SpikeState[Inner]]:
     """Skips every step whose loss is far above the recent losses.
 
         middle  = median of the last accepted losses

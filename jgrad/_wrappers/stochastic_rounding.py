@@ -1,8 +1,10 @@
 """Trains bfloat16 parameters without float32 copies, by stochastic rounding."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,9 @@ from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
+from jgrad._trees.annotations import Count, Inner, Shardings
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -29,7 +32,7 @@ _PURPOSE = 2  # weights; moments are rounded with other bits
 
 
 @state_of("stochastic_rounding")
-class StochasticState(NamedTuple):
+class StochasticState(NamedTuple, Generic[Inner]):
     """State of `stochastic_rounding`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -44,7 +47,7 @@ class StochasticState(NamedTuple):
     """
 
     done: jax.Array
-    inner: PyTree
+    inner: Inner
 
     @property
     def step(self) -> NoReturn:
@@ -59,8 +62,8 @@ class StochasticState(NamedTuple):
 
 @explained
 def stochastic_rounding(
-    tx: optax.GradientTransformation, *, seed: int = 0, mesh_axes: PyTree = None
-) -> Transformation:
+    tx: AnyTransformation[Inner], *, seed: Count = 0, mesh_axes: Shardings = None
+) -> Transformation[StochasticState[Inner]]:
     """Trains bfloat16 parameters without float32 copies, by rounding new weights stochastically.
 
         new     = w + tx(float32 g, w)                                     in float32

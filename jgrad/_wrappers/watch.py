@@ -1,11 +1,13 @@
 """Measures what an optimizer does: norms, ratios and counters, as arrays in the state."""
 
+from __future__ import annotations
+
 import functools
 import itertools
 import logging
 import re
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shares import SUM
 from jgrad._trees.told import told
@@ -110,7 +113,7 @@ _VALUE = re.compile(r"(?P<kind>[^/]*)/(?P<path>(?P<leaf>.*)/value)(?P<count>(#\d
 
 
 @state_of("watch", report="measured")
-class WatchState(NamedTuple):
+class WatchState(NamedTuple, Generic[Inner]):
     """State of `watch`. Field names are part of the checkpoint format.
 
     Attributes:
@@ -127,7 +130,7 @@ class WatchState(NamedTuple):
     """
 
     report: dict[str, jax.Array]
-    inner: PyTree
+    inner: Inner
 
     def __jgrad_report__(self) -> dict[str, jax.Array]:
         """What `report` reads."""
@@ -136,12 +139,12 @@ class WatchState(NamedTuple):
 
 @explained
 def watch(
-    tx: optax.GradientTransformation,
+    tx: AnyTransformation[Inner],
     *,
-    every: int = 1,
-    layer_axes: PyTree = None,
-    mesh_axes: PyTree = None,
-) -> Transformation:
+    every: Count = 1,
+    layer_axes: ArrayAxes = None,
+    mesh_axes: MeshAxes = None,
+) -> Transformation[WatchState[Inner]]:
     """Measures the gradients, updates and parameters of each step, without changing them.
 
         grad_norm    = |g|, as it came in: before clipping, and with the scale of the loss

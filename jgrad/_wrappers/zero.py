@@ -1,16 +1,17 @@
 """ZeRO-1: each device keeps and updates a shard of the state."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
-
-import optax
 
 from jgrad._inputs.transformation import pair
 from jgrad._packed import array_spec, packing
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees
+from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -19,7 +20,7 @@ _NAME = "zero"
 
 
 @explained
-def zero(tx: optax.GradientTransformation, axis_name: str | tuple[str, ...]) -> Transformation:
+def zero(tx: AnyTransformation[Inner], axis_name: str | tuple[str, ...]) -> Transformation[Inner]:
     """Shards the state of `tx` over devices, while packed parameters stay replicated.
 
         g_i     = rows i of the mean of g over devices         one reduce-scatter per dtype

@@ -363,6 +363,8 @@ FLAGS = {
     "carry_over: `strict`": lambda x: jgrad.carry_over(X, like=X, strict=x),
     "grad: `has_aux`": lambda x: jgrad.grad(jnp.sum, has_aux=x),
     "value_and_grad: `has_aux`": lambda x: jgrad.value_and_grad(jnp.sum, has_aux=x),
+    "jac: `has_aux`": lambda x: jgrad.jac(jnp.sin, has_aux=x),
+    "value_and_jac: `has_aux`": lambda x: jgrad.value_and_jac(jnp.sin, has_aux=x),
     "stop_gradient: `preserve_type`": lambda x: jgrad.stop_gradient(X, preserve_type=x),
     "is_variable: `exclusive`": lambda x: jgrad.is_variable(X, x),
     "execute_with_gradients: `retain_grads`": lambda x: jgrad.execute_with_gradients(jnp.sum, X, retain_grads=x),

@@ -71,6 +71,27 @@ def test_hessian(mode, x64):
     )
 
 
+@every_mode
+def test_aux(mode):
+    """As in JAX; and aux may hold what is no array, in the forward way, too."""
+    aux = lambda x: {"sum": jnp.sum(x), "integers": jnp.arange(3), "number": 2, "none": None}
+    f = lambda x: (narrow(x), aux(x))
+    reference = jax.jacfwd if mode == "forward" else jax.jacrev
+    expected, same = reference(f, has_aux=True)(X)
+    with_word = lambda x: (narrow(x), {"word": "abc", **aux(x)})
+    (value, found), jacobian = jgrad.value_and_jac(with_word, mode=mode, has_aux=True)(X)
+    assert found.pop("word") == "abc"
+    chex.assert_trees_all_close((value, found, jacobian), (narrow(X), same, expected), atol=1e-7)
+    assert jgrad.jac(with_word, mode=mode, has_aux=True)(X)[1]["word"] == "abc"
+
+
+@every_mode
+def test_derivatives_of_aux(mode):
+    """It is differentiated by what is around, as the value is."""
+    g = lambda x: jnp.sum(jgrad.jac(lambda x: (x**2, x**3), mode=mode, has_aux=True)(x)[1])
+    np.testing.assert_allclose(jax.grad(g)(X), 3 * X**2, rtol=1e-6)
+
+
 def passes(func, x, mode):
     """Which way a Jacobian went: the width of the batch of passes."""
     jaxpr = str(jax.make_jaxpr(jgrad.jac(func, mode=mode))(x))
@@ -151,6 +172,10 @@ def test_empty(mode):
          lambda: jgrad.jac(wide, {"x"})(X)),
         (ValueError, "jac: `mode`: 'up' of type str, expected one of 'reverse', 'forward', None.",
          lambda: jgrad.jac(wide, mode="up")),
+        (TypeError, "jac: `func` returned an array of float32 and shape (3, 3), expected a pair `(value, aux)`, as "
+         "`has_aux` says.", lambda: jgrad.jac(wide, has_aux=True)(X)),
+        (TypeError, "jac: `output of func`: an array of int32 and shape (), expected a real floating array.",
+         lambda: jgrad.jac(lambda x: (jnp.int32(1), x), has_aux=True)(X)),
         (TypeError, "value_and_jac: `output of func`: an array of int32 and shape (3,), expected a real floating "
          "array.", lambda: jgrad.value_and_jac(lambda x: x.astype(int))(X)),
         (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "

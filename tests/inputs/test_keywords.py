@@ -98,8 +98,7 @@ def test_every_transformation_has_a_row():
         name
         for name, x in public.items()
         if inspect.isfunction(x)
-        and inspect.isclass(made := inspect.signature(x).return_annotation)
-        and issubclass(made, optax.GradientTransformationExtraArgs)
+        and inspect.signature(x).return_annotation.startswith("Transformation")
     }
     assert factories - {"zero"} == ROWS.keys()
 

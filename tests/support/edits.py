@@ -72,7 +72,8 @@ def _definitions(outer: Place) -> Iterator[Place]:
     for node in ast.iter_child_nodes(outer.tree):
         names = []
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names = [node.name]
+            is_overload = "overload" in map(ast.unparse, node.decorator_list)
+            names = [] if is_overload else [node.name]
         elif isinstance(outer.tree, (ast.Module, ast.ClassDef)):
             targets = getattr(node, "targets", [getattr(node, "target", None)])
             names = [x.id for x in targets if isinstance(x, ast.Name)]

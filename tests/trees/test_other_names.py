@@ -18,9 +18,7 @@ FUNCTIONS = {name: x for name, x in vars(jgrad).items() if inspect.isfunction(x)
 FACTORIES = {
     name: x
     for name, x in FUNCTIONS.items()
-    if name in jgrad.__all__
-    and inspect.isclass(made := inspect.signature(x).return_annotation)
-    and issubclass(made, optax.GradientTransformationExtraArgs)
+    if name in jgrad.__all__ and inspect.signature(x).return_annotation.startswith("Transformation")
 }
 # Names of others that stand for several of ours.
 BOTH = ("betas", "beta2", "weight_dimension_numbers", "muon_weight_dimension_numbers")
