@@ -177,8 +177,8 @@ def test_links_lead_somewhere(name):
     ],
 )
 def test_length(pages, words):
-    """With README twenty-three pages; what was measured is in the notes. Code counts."""
-    assert len(pages) <= 23
+    """With README twenty-four pages; what was measured is in the notes. Code counts."""
+    assert len(pages) <= 24
     texts = [re.sub(r"<!--.*?-->", "", page(name), flags=re.DOTALL) for name in pages]
     assert sum(len(text.split()) for text in texts) <= words
 
