@@ -143,7 +143,7 @@ class MomentOptions(NamedTuple):
         try:
             dtype = np.dtype(np.float32 if self.dtype is None else self.dtype)
             fits = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
-        except TypeError:
+        except (TypeError, ValueError):  # the latter of dicts and keys
             fits = False
         if not fits:
             expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
@@ -152,7 +152,6 @@ class MomentOptions(NamedTuple):
 
     def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-        checks.parameters(params.reference)
         moments: list[PyTree] = [None, None]
         forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
         sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
@@ -218,12 +217,8 @@ class MomentOptions(NamedTuple):
         if came:
             expected = checks.made_by_init(inputs.function, kind)
             raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
-        step = jnp.asarray(state.step)
-        if step.shape != ():
-            remedy = "map `update` over the models, as you did `init`"
-            problem = f"shape {step.shape}, expected (); {remedy}"
-            raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
-        step = optax.safe_increment(step)
+        check_counters(inputs.function, state)
+        step = optax.safe_increment(jnp.asarray(state.step))
         keys = functools.cache(functools.partial(RandomKeys, step))  # where something is rounded
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
         of_second = AS_PARAMETERS if self.of_first else self
@@ -411,6 +406,7 @@ def transformation(
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
+        checks.parameters(inputs.reference)
         of_moments = shapes(inputs)
         others = () if more is None else more.init(inputs, of_moments)
         return state_type(*moments.init(inputs, of_moments), *others)
@@ -464,6 +460,13 @@ def _in_state(
     return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
 
 
+def check_counters(function: str, state: Any) -> None:
+    """Whether the counters of a state are some, of which the arithmetic takes anything."""
+    for name, role in state.__jgrad_fields__.roles.items():
+        if role in ("step", "count"):
+            checks.counter(function, f"state.{name}", getattr(state, name))
+
+
 # ---- trees as users have them ------------------------------------------------------------------
 
 
@@ -498,9 +501,11 @@ def pair(
             check_keywords(name, extra_args, taken, checks_options=checks_options)
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
-        if not (kind is None or isinstance(state, kind)):
-            came, expected = type(state).__name__, checks.made_by_init(name, kind)
-            raise TypeError(f"{name}: `state`: {came}, {expected}")
+        if kind is not None:
+            if not isinstance(state, kind):
+                came, expected = type(state).__name__, checks.made_by_init(name, kind)
+                raise TypeError(f"{name}: `state`: {came}, {expected}")
+            check_counters(name, state)
         share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
@@ -526,7 +531,7 @@ def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
     """
     params = checks.values_of(params)
     leaves, structure = trees.flatten(params)
-    if jax.tree_util.treedef_is_leaf(structure) or all(map(checks.is_inexact, leaves)):
+    if trees.is_one_leaf(structure) or all(map(checks.is_inexact, leaves)):
         return params  # the same object, in most calls: `None`, one parameter, or arrays alone
     gradients, of_gradients = trees.flatten(updates)
     known = of_gradients == structure

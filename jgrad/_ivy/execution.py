@@ -1,5 +1,6 @@
 """Ivy's `execute_with_gradients`: a value, and gradients of chosen outputs by chosen inputs."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -208,7 +209,12 @@ def _paths(argument: str, idxs: Any) -> list[KeyPath]:
         raise TypeError(f"{_NAME}: `{argument}`: {checks.describe(idxs)}, expected {expected}.")
     if not idxs:
         raise ValueError(f"{_NAME}: `{argument}`: no paths, expected {expected}.")
-    return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
+    paths = [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
+    for key in itertools.chain(*paths):
+        if checks.is_array(key) and np.ndim(key):  # which a comparison would compare by element
+            came = f"{checks.describe(key)} in a path"
+            raise TypeError(f"{_NAME}: `{argument}`: {came}, expected {expected}.")
+    return paths
 
 
 def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Target:

@@ -94,7 +94,7 @@ def read_coefficients(function: str, coefficients: Any) -> Coefficients:
     expected = f"one of {names}, or a sequence of triples (a, b, c), one for each step"
     begin = f"{function}: `coefficients`"
     try:
-        rows = np.asarray(coefficients, np.float64)
+        rows = np.asarray(coefficients).astype(np.float64, casting="same_kind")  # no complex ones
     except (TypeError, ValueError):
         raise TypeError(f"{begin}: {checks.describe(coefficients)}, expected {expected}.") from None
     if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) == 0:
@@ -109,7 +109,7 @@ def check_compute_dtype(function: str, dtype: DTypeLike | None) -> np.dtype | No
     try:
         read = None if dtype is None else np.dtype(dtype)
         fits = read is None or jnp.issubdtype(read, jnp.floating)
-    except TypeError:
+    except (TypeError, ValueError):  # the latter of dicts and keys
         fits = False
     if not fits:
         expected = "None, or a real floating dtype such as bfloat16"
