@@ -464,7 +464,7 @@ def check_counters(function: str, state: Any) -> None:
     """Whether the counters of a state are some, of which the arithmetic takes anything."""
     for name, role in state.__jgrad_fields__.roles.items():
         if role in ("step", "count"):
-            checks.counter(function, f"state.{name}", getattr(state, name))
+            checks.state_counter(function, f"state.{name}", getattr(state, name))
 
 
 # ---- trees as users have them ------------------------------------------------------------------

@@ -342,7 +342,7 @@ def count(function: str, name: str, value: object, low: int = 1) -> None:
         raise ValueError(f"{function}: `{name}`: {value}, expected a number in [{low}, 2^31).")
 
 
-def counter(function: str, name: str, x: Leaf) -> None:
+def state_counter(function: str, name: str, x: Leaf) -> None:
     """A counter of a state: an integer without axes. An array may be negative: it may be traced."""
     is_int = isinstance(x, int) and not isinstance(x, bool)
     if not (is_int or (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer))):
