@@ -461,8 +461,9 @@ def _in_state(
 
 
 def check_counters(function: str, state: Any) -> None:
-    """Whether the counters of a state are some, of which the arithmetic takes anything."""
-    for name, role in state.__jgrad_fields__.roles.items():
+    """Counters are integers, where a state says which of its fields they are."""
+    fields = getattr(state, "__jgrad_fields__", None)
+    for name, role in fields.roles.items() if fields is not None else ():
         if role in ("step", "count"):
             checks.state_counter(function, f"state.{name}", getattr(state, name))
 
