@@ -404,6 +404,8 @@ def _expected(g: Any, p: Any) -> str | None:
         return "None, as the parameter is"
     if not checks.is_array(g):
         return "an array or None"
+    if g.dtype.kind in "OSU":  # objects and texts of NumPy
+        return "an array of numbers"
     floating = jnp.issubdtype(g.dtype, jnp.inexact)
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return f"None, float0 or integers for a parameter of {p.dtype}" if floating else None

@@ -25,7 +25,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shardings import replicated
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
@@ -168,10 +168,15 @@ def pack(
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
 
-    def as_in_like(node: PyTree, part: PyTree) -> PyTree:
+    def as_in_like(path: KeyPath, node: PyTree, part: PyTree) -> PyTree:
+        if node is None and part is not None:
+            where = checks.at(jax.tree_util.keystr(path))
+            came, expected = checks.describe(part), "None, as in `like`"
+            raise ValueError(f"pack: `tree`{where}: {came}, expected {expected}.")
         return where_it_lies(functools.partial(_again, node), part) if is_packed(node) else part
 
-    return jax.tree.map(as_in_like, like, tree, is_leaf=is_packed)
+    is_leaf = lambda x: x is None or is_packed(x)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(as_in_like, like, tree, is_leaf=is_leaf)
 
 
 @overload

@@ -118,7 +118,7 @@ def carry_over(
             if not hasattr(x.array, "shape"):
                 came = f"{checks.describe(x.array)}, expected an array"
                 raise TypeError(f"{NAME}: `{name}`{checks.at(x.at)}: {came}.")
-    before = state_leaves.renamed(before, after, rename or {})
+    before = state_leaves.renamed(before, after, {} if rename is None else rename)
     chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
