@@ -10,6 +10,7 @@ from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
+from jgrad._wrappers.begin_on_host import begun
 
 _NAME = "offload"
 
@@ -86,7 +87,7 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
         inside.check_outside()
         inside.check_not_in_multi_steps(_NAME)
         host_memory.check(_NAME)
-        return host_memory.large_to_host(tx.init(host_memory.to_device(params)))
+        return begun(tx.init, params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
