@@ -96,13 +96,18 @@ class AdafactorState(OptState):
 
 
 def counter(params: PyTree, value: int = 0) -> jax.Array:
-    """A scalar that counts, replicated over the mesh of the parameters."""
-    x = jnp.asarray(value, jnp.int32)
+    """A scalar that counts, replicated over the mesh of the parameters; on none if they have two.
+
+    Of several meshes `jit` takes that of its first argument on one.
+    """
+    x, meshes = jnp.asarray(value, jnp.int32), list[Mesh]()
     for p in jax.tree.leaves(params):
         sharding = None if isinstance(p, jax.core.Tracer) else getattr(p, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec()))
-    return x
+            if meshes and sharding.mesh != meshes[0]:
+                return x
+            meshes = [sharding.mesh]
+    return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec())) if meshes else x
 
 
 _EIGHT_BITS = "8bit"

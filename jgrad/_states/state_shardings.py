@@ -86,8 +86,10 @@ def state_shardings(
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
     arg = ArgLeaves.from_prefix(_NAME, name, params_shardings, "params", params)
     leaves, structure = trees.flatten(params)
-    devices = {d for x in arg.leaves if isinstance(x, SingleDeviceSharding) for d in x.device_set}
-    if len(devices) == 1:  # all on one device, which a mesh may stand for
+    given = [x for x in arg.leaves if x is not None]
+    devices = {d for x in given if isinstance(x, SingleDeviceSharding) for d in x.device_set}
+    is_alone = len(devices) == 1 and all(isinstance(x, SingleDeviceSharding) for x in given)
+    if is_alone:  # for which a mesh may stand
         mesh = Mesh(np.array([*devices]), ("device",))
         arg = arg._replace(leaves=[x and _on_mesh(x, mesh) for x in arg.leaves])
     sharded = [_sharded(arg, i, p, axes) for i, p in enumerate(leaves)]
@@ -103,16 +105,14 @@ def state_shardings(
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
     types = zip(jax.tree.leaves(shardings), program.out_avals, strict=True)
     placed = [host_memory.sharded_where(x, of_type) for x, of_type in types]
-    if len(devices) == 1:
+    if is_alone:
         (device,) = devices
         placed = [SingleDeviceSharding(device, memory_kind=x.memory_kind) for x in placed]
     return jax.tree.unflatten(jax.tree.structure(shardings), placed)
 
 
-def _on_mesh(x: Leaf, mesh: Mesh) -> Leaf:
-    """A sharding on one device as one on a mesh of it; any other as it is."""
-    if not isinstance(x, SingleDeviceSharding):
-        return x
+def _on_mesh(x: SingleDeviceSharding, mesh: Mesh) -> NamedSharding:
+    """A sharding on one device as one on a mesh of it."""
     return NamedSharding(mesh, PartitionSpec(), memory_kind=x.memory_kind)
 
 
