@@ -149,6 +149,8 @@ def _needs_slices(eqn: Any, count: int) -> list[bool]:
         return [True]
     if name in ("bitcast_convert_type", "slice") and has_rows:
         return [True]
+    if name == "transpose" and eqn.params["permutation"][0] == 0:
+        return [True]
     if elementwise.mixes(eqn, lambda shape: shape != ()):
         raise Unknown
     return [x == shape for x in shapes]

@@ -26,7 +26,7 @@ from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.forms import Blocks, Factors, axis_of_words
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.told import NOTHING, Told
@@ -313,6 +313,9 @@ class Inputs(Parameters):
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
         if isinstance(moment, Blocks) and x is not None:
+            if axis_of_words(*moment) is not None:
+                remedy = "expected `offload` around all of `tx`, or codes as `unpack` makes them"
+                arg.fail(i, TypeError, f"{checks.describe(moment)}, four in a word; {remedy}")
             return encoding.check(arg, i, moment, codec.of_moments(second=real))
         if isinstance(moment, Factors) and isinstance(x, Factors):
             return self._check_factors(arg, i, moment, x)

@@ -19,7 +19,7 @@ KIND = "pinned_host"
 _SMALLEST = 2**16
 # XLA for TPUs cannot slice one row of an array in half precision from the host, and scalars may be
 # donated to results on the device. Stacked vectors have as many rows as a model has layers.
-_ROWS = 256
+ROWS = 256
 # What is large is made in slices: of at most so many elements, since a copy of 32 MB takes a
 # hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
 SLICE, TILE = 2**23, 32
@@ -48,14 +48,14 @@ def is_array(x: Any) -> bool:
 
 
 def is_large(x: Any) -> bool:
-    """Whether it is an array that is worth a copy, and can be sliced in host memory."""
-    return is_array(x) and is_large_shape(x.shape)
+    """Whether it is an array that is worth a copy, and can be sliced in host memory; not of bytes."""
+    return is_array(x) and x.dtype.itemsize > 1 and is_large_shape(x.shape)
 
 
 def is_large_shape(shape: Sequence[int]) -> bool:
     """Whether an array of that shape is: see above."""
     size, sides = math.prod(shape), [n for n in shape if n > 1]
-    return size >= _SMALLEST and (len(sides) == 1 or size // sides[-1] >= _ROWS)
+    return size >= _SMALLEST and (len(sides) == 1 or size // sides[-1] >= ROWS)
 
 
 def slices(shape: Sequence[int]) -> int | None:
@@ -69,9 +69,10 @@ def slices(shape: Sequence[int]) -> int | None:
     return next((n for n in counts if size <= n * SLICE), shape[0] if is_stack else None)
 
 
-def to_host(tree: PyTree) -> PyTree:
-    """The tree with its arrays in host memory, sharded as they are."""
-    return _moved(tree, jax.memory.Space.Host, map(is_array, jax.tree.leaves(tree)))
+def to_host(tree: PyTree, which: Iterable[bool] | None = None) -> PyTree:
+    """The tree with its arrays, or some of them, in host memory, sharded as they are."""
+    moves = map(is_array, jax.tree.leaves(tree)) if which is None else which
+    return _moved(tree, jax.memory.Space.Host, moves)
 
 
 def to_device(tree: PyTree) -> PyTree:

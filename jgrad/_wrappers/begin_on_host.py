@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jgrad._arithmetic.slices import Pruned, Sliced, Unknown
+from jgrad._quantized import words
 from jgrad._trees import host_memory, shardings
 from jgrad._trees.host_memory import is_array
 from jgrad._trees.protocols import PyTree
@@ -16,7 +17,7 @@ from jgrad._trees.trees import Structure
 
 
 def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    """`init(params)`, whose large arrays lie in host memory.
+    """`init(params)`, of which what is large lies in host memory, and 8-bit codes as words.
 
     Args:
       init: computes a state of parameters on the device.
@@ -29,15 +30,19 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
         return _on_device(init, params)
     state: list[Any] = []
     form: Structure = None
+    moves: list[bool] = []
 
     def f(*arrays: jax.Array) -> list[jax.Array]:
-        nonlocal state, form
-        state, form = jax.tree.flatten(init(structure.unflatten(_replaced(leaves, arrays))))
+        nonlocal state, form, moves
+        made = words.large_to_words(init(structure.unflatten(_replaced(leaves, arrays))))
+        state, form = jax.tree.flatten(made)
+        pairs = zip(state, words.belong_on_host(made), strict=True)
+        moves = [belongs for x, belongs in pairs if is_array(x)]
         return list(filter(is_array, state))
 
     closed = jax.make_jaxpr(f)(*map(host_memory.as_on_device, arrays))
     has_rows = list(map(_has_rows, arrays))
-    run: Callable[..., list[jax.Array]] = functools.partial(_in_slices, closed, has_rows)
+    run: Callable[..., list[jax.Array]] = functools.partial(_in_slices, closed, has_rows, moves)
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
         if _forgets_shards(closed, arrays):
             return _on_device(init, params)
@@ -48,7 +53,8 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def _on_device(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    return host_memory.large_to_host(init(host_memory.to_device(params)))
+    state = words.large_to_words(init(host_memory.to_device(params)))
+    return host_memory.to_host(state, words.belong_on_host(state))
 
 
 def _forgets_shards(closed: Any, arrays: Sequence[Any]) -> bool:
@@ -80,15 +86,18 @@ def _has_rows(x: Any) -> bool:
     return bool(is_alone) or x.ndim > 2  # layers are not sharded
 
 
-def _in_slices(closed: Any, has_rows: Sequence[bool], *arrays: jax.Array) -> list[jax.Array]:
-    """The results of a program, large ones in host memory, and in slices where these are known."""
+def _in_slices(
+    closed: Any, has_rows: Sequence[bool], moves: Sequence[bool], *arrays: jax.Array
+) -> list[jax.Array]:
+    """The results of a program, some in host memory, and these in slices where they are known."""
     results = closed.jaxpr.outvars
-    plans = [_sliced(closed, x, has_rows) for x in results]
+    both = zip(results, moves, strict=True)
+    plans = [_sliced(closed, x, has_rows) if belongs else None for x, belongs in both]
     whole = Pruned(closed, [x for x, sliced in zip(results, plans, strict=True) if sliced is None])
     others = iter(whole(*(host_memory.to_device(arrays[i]) for i in whole.inputs)))
     return [
-        _stacked(sliced, arrays) if sliced else host_memory.large_to_host(next(others))
-        for sliced in plans
+        _stacked(sliced, arrays) if sliced else host_memory.to_host(next(others), [belongs])
+        for sliced, belongs in zip(plans, moves, strict=True)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jgrad._inputs.transformation import pair
+from jgrad._quantized import words
 from jgrad._trees import host_memory
 from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -92,7 +93,8 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
-        return steps, host_memory.where_they_lay(new, state)
+        on_device = words.to_codes(host_memory.to_device(state))
+        steps, new = tx.update(updates, on_device, params, **extra_args)
+        return steps, host_memory.where_they_lay(words.as_stored(new, state), state)
 
     return inside.marked_as_offload(pair(init, update, _NAME, offloads=True))
