@@ -120,6 +120,11 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
         positions = tuple(map(ids.index, ids))  # an array that occurs twice is one argument
         arrays = list(map(leaves.__getitem__, dict.fromkeys(positions)))
         alike[f, structure, positions, *map(_kind, arrays)].append((i, arrays))
+    lists = [arrays for members in alike.values() for _, arrays in members]
+    if found := {
+        id(x): x for arrays in lists for x in arrays if isinstance(x, np.ndarray) and x.ndim
+    }:
+        _put_apart(lists, found)
     for (f, structure, positions, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
             indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
@@ -139,6 +144,18 @@ def run(calls: Sequence[Call | None]) -> list[Any]:
     for i, j in repeated.items():
         results[i] = results[j]
     return results
+
+
+def _put_apart(lists: list[list[Any]], found: dict[int, np.ndarray]) -> None:
+    """Replaces NumPy's arrays by constants of a program of their own, if something is traced.
+
+    JAX keeps a trace for ever that has such constants and then fails (checked in JAX 0.8 to 0.12).
+    """
+    if any(isinstance(x, jax.core.Tracer) for arrays in lists for x in arrays):
+        constants = jax.jit(lambda: list(map(jnp.asarray, found.values())))()
+        known = dict(zip(found, constants, strict=True))
+        for arrays in lists:
+            arrays[:] = [known.get(id(x), x) for x in arrays]
 
 
 @jit_static_kwargs

@@ -344,7 +344,10 @@ def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
         for leaf in spec.layers_of_leaves(layers)
         for _ in range(leaf.num_layers)
     ]
-    return jnp.asarray(1 / np.sqrt(np.array(sizes)), float)
+    roots = 1 / np.sqrt(np.array(sizes))
+    if len(set(sizes)) == 1:  # a scalar: with an array, JAX keeps a trace that fails
+        return jnp.full(len(sizes), roots[0], float)
+    return jnp.asarray(roots, float)
 
 
 # ---- transformation ----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
@@ -176,8 +175,9 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
     if of is None:
         return None
     size = of.shape[-1]
-    one = np.eye(size) if name.endswith("basis") else np.zeros((size, size))
-    start = jnp.broadcast_to(jnp.asarray(one, of.dtype), of.shape)
+    is_basis = name.endswith("basis")
+    one = jnp.eye(size, dtype=of.dtype) if is_basis else jnp.zeros((size, size), of.dtype)
+    start = jnp.broadcast_to(one, of.shape)
     within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
     zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
     if zeros.shape != of.shape[:-2]:  # blocks are counted there as well

@@ -379,6 +379,11 @@ def test_bytes_of_the_state(form, bytes_):
     assert all(x.dtype == jnp.float32 for x in state.factors)
 
 
+def test_a_program_has_no_identity_in_it():
+    """Bases begin as one, of which each would be as large in the program as in memory."""
+    assert not jax.make_jaxpr(soap().init)(jnp.ones((8, 6))).consts
+
+
 def test_large_sides_have_no_factors():
     state = soap(max_side=3).init(jnp.ones((4, 3)))
     assert state.factors.left is state.factors.left_basis is None
