@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks.accelerators import hlo
 from jgrad._backward.step_in_backward import forced
+from jgrad._soap import bases
 from tests.multi_device.meshes import mesh_of
 from tests.reference import optimizers as reference
 from tests.support.errors import assert_error
@@ -365,6 +366,18 @@ def test_a_cpu_decomposes_one_matrix_after_another():
     operands = re.findall(r"custom_call @lapack.*: \((.*)\) ->", text)
     assert len(operands) == 3  # of an eigh, and of both parts of a QR
     assert {x.partition(",")[0] for x in operands} == {"tensor<8x8xf32>"}
+
+
+def test_stacks_of_other_platforms(monkeypatch, x64):
+    """They are decomposed at once, into the same."""
+    w, grads = normal(3, 5, 4), some(4, 3, 5, 4)
+    w, grads = jnp.asarray(w), list(map(jnp.asarray, grads))
+    make = functools.partial(soap, layer_axes=0, every=2)
+    expected = train(make(), w, grads)
+    default = lambda *args, cpu, default: default(*args)
+    monkeypatch.setattr(jax.lax, "platform_dependent", default)
+    monkeypatch.setattr(bases, "_of_one_size", bases._of_one_size.__wrapped__)
+    jax.tree.map(close, train(make(), w, grads), expected)
 
 
 # ---- the state ---------------------------------------------------------------------------------
