@@ -28,6 +28,8 @@ PLACES = "tests/kernels/test_places.py"
 RANDOM_BITS = "tests/multi_device/test_random_bits.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
+SLICES = "tests/arithmetic/test_slices.py"
+BEGIN = "tests/wrappers/test_begin_on_host.py"
 SPLIT = "tests/muon/test_split.py"
 OF_LEAF = "tests/optimizers/test_of_leaf.py"
 ELEMENTS, REPORTS, XS, PER_LAYER, LEAVES, STACKS = (
@@ -619,8 +621,16 @@ MUTATIONS = [
     Mutation("Model.fetched", "the state of other leaves is there all the time", "shardings.barrier(X)", "X", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.state_of", "an update computes with arrays on the host", "host_memory.to_device(arrays)", "arrays", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.weights_of", "a layer is computed with weights on the host", "host_memory.to_device(leaves)", "leaves", BACKWARD + "/test_host_memory.py"),
-    Mutation("host_memory.is_large", "stacked vectors go to the host", "X >= _ROWS", "True", "tests/wrappers/test_offload.py"),
-    Mutation("host_memory.is_large", "scalars go to the host", "x.size >= _SMALLEST", "True", "tests/wrappers/test_offload.py"),
+    Mutation("host_memory.is_large_shape", "stacked vectors go to the host", "X >= _ROWS", "True", "tests/wrappers/test_offload.py"),
+    Mutation("host_memory.is_large_shape", "scalars go to the host", "size >= _SMALLEST", "True", "tests/wrappers/test_offload.py"),
+    Mutation("slices._needs_slices", "what mixes rows is cut into slices", "elementwise.mixes(X, Y)", "False", SLICES),
+    Mutation("slices._needs_slices", "what is repeated is cut into slices", "has_rows and X", "bool(X)", SLICES),
+    Mutation("slices._operation", "a choice of zeros is not sharded as its condition", "jax.jit(X)", "X", BEGIN),
+    Mutation("begin_on_host._stacked", "a state begins on the device", "host_memory.to_host(X)", "X", BEGIN),
+    Mutation("begin_on_host._sliced", "all of a leaf is on the device while its state begins", "count is None", "True", BEGIN),
+    Mutation("begin_on_host._has_rows", "rows that are sharded are cut into slices", "bool(is_alone) or X", "True", BEGIN),
+    Mutation("begin_on_host.begun", "zeros of optax are not sharded", "_forgets_shards(X, Y)", "False", BEGIN),
+    Mutation("begin_on_host.begun", "zeros of optax are on the first device", "jax.jit(X, keep_unused=True)", "jax.jit(X)", BEGIN),
     Mutation("ShareUpdate.is_elementwise", "rows of a method that mixes them are cut", "not mixes and X", "X", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.updated", "a slice is updated by the gradient of the first", "cut.out_of(gradient, i)", "cut.out_of(gradient, 0)", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.parts", "norms do not see the leaves that are cut", "leaves.whole is None", "True", BACKWARD + "/test_host_memory.py" + " -k slices"),

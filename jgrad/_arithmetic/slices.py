@@ -58,7 +58,7 @@ class _Operation(NamedTuple):
     run: Callable[[list[jax.Array], list[Any]], jax.Array]
 
 
-class Sliced:
+class SlicedResult:
     """How slices of a variable of a program are computed.
 
     Attributes:
@@ -118,7 +118,7 @@ def _operation(eqn: Any, i: int, count: int) -> _Operation:
     out, operands = eqn.outvars[i], eqn.invars
     if eqn.primitive.name in ("jit", "pjit"):  # the latter in JAX 0.8
         program = eqn.params["jaxpr"]
-        inside = Sliced(program, program.jaxpr.outvars[i], count)
+        inside = SlicedResult(program, program.jaxpr.outvars[i], count)
         # It stays a program by itself: then XLA shards a choice of two zeros as the condition,
         # before it sees that they are the same.
         return _Operation(

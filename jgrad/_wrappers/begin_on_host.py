@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgrad._arithmetic.slices import Pruned, Sliced, Unknown
+from jgrad._arithmetic.slices import Pruned, SlicedResult, Unknown
 from jgrad._quantized import words
 from jgrad._trees import host_memory, shardings
 from jgrad._trees.host_memory import is_array
@@ -101,19 +101,19 @@ def _in_slices(
     ]
 
 
-def _sliced(closed: Any, result: Any, has_rows: Sequence[bool]) -> Sliced | None:
+def _sliced(closed: Any, result: Any, has_rows: Sequence[bool]) -> SlicedResult | None:
     """How slices of a result of a program are computed; None where it is small, or not known."""
     count = host_memory.slices(result.aval.shape)
     if count is None:
         return None
     try:
-        found = Sliced(closed, result, count)
+        found = SlicedResult(closed, result, count)
     except Unknown:
         return None
     return found if all(has_rows[i] for i in found.inputs) else None
 
 
-def _stacked(sliced: Sliced, arrays: Sequence[jax.Array]) -> jax.Array:
+def _stacked(sliced: SlicedResult, arrays: Sequence[jax.Array]) -> jax.Array:
     """A result in host memory, made slice by slice."""
     count = sliced.count
     whole = sliced.whole(*(host_memory.to_device(arrays[i]) for i in sliced.whole.inputs))

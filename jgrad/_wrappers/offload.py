@@ -31,6 +31,11 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     state yourself, by `jax.device_put(state, jax.memory.Space.Host)`, and a state that was restored
     to device memory stays there.
 
+    With more than 2^23 parameters, which may lie in host memory, `init` makes large arrays slice by
+    slice, so that one slice or one layer is on the device at a time. Whole leaves are there only
+    where elements are not computed each by itself, as for the norms of `hyperball` and the factors
+    of `soap`. Such an `init` is compiled, and its results are those of `jax.jit(tx.init)`.
+
     In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
     only that of the current layer is, fetched while the gradient is computed, and an embedding is
     updated in slices of rows. The weights may lie in host memory, too; see `step_in_backward`.

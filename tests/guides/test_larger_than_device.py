@@ -1,17 +1,26 @@
 """The page on weights and moments in host memory, and the program that it names."""
 
 import importlib
+import io
+import pathlib
+import pickle
+import shutil
+import tempfile
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization
 
 import jgrad
 from jgrad._backward.step_in_backward import forced
+from jgrad._trees import host_memory
 from tests.guides.entries import after, choices, run
-from tests.support.memory import kinds, on_device
+from tests.support.memory import kinds, largest_on_device, on_device
 
 PAGE = "docs/larger_than_device.md"
 PAGES = (PAGE,)
@@ -85,7 +94,89 @@ def an_embedding_in_slices(names, printed):
     np.testing.assert_array_equal(names["looked_up"](table, tokens), table.reshape(-1, 16)[tokens])
 
 
+def by_block(library):
+    """What the page passes as `init` of a layer."""
+    init = {
+        "linen": lambda key: LinenBlock().init(key, jnp.ones((1, 256)))["params"],
+        "nnx": lambda key: nnx.state(NnxBlock(nnx.Rngs(key))),
+        "equinox": lambda key: eqx.filter(eqx.nn.MLP(256, 256, 256, 1, key=key), eqx.is_array),
+    }
+    return init[library]
+
+
+class LinenBlock(nn.Module):
+    """Two matrices."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(256)(nn.relu(nn.Dense(256)(x)))
+
+
+class NnxBlock(nnx.Module):
+    """Two matrices."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(256, 256, rngs=rngs)
+        self.down = nnx.Linear(256, 256, rngs=rngs)
+
+
 @after(PAGE, 5, 0)
+def layers_one_by_one(names, printed):
+    """Those of `jax.vmap`, with matrices on the host; the loop has one of them on the device."""
+    key = jax.random.key(0)
+    for library in ("linen", "nnx", "equinox"):
+        init = by_block(library)
+        found = names["make_layers"](init, key, 3)
+        expected = jax.vmap(init)(jax.random.split(key, 3))
+        for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert x.sharding.memory_kind == ("pinned_host" if x.ndim > 2 else "device")
+            np.testing.assert_array_equal(on_device(x), y)
+        program = jax.make_jaxpr(lambda key, f=init: names["make_layers"](f, key, 3))(key)
+        assert largest_on_device(program.jaxpr) == 256 * 256
+
+
+def for_a_checkpoint():
+    """A model of the shapes of the first block, and where it is saved."""
+
+    def init(key):
+        up = jax.random.normal(key, (4, 256, 1024), jnp.bfloat16)
+        layers = {"up": up, "down": jnp.zeros((4, 1024, 256), jnp.bfloat16)}
+        return {"embedding": jnp.ones((512, 256), jnp.bfloat16), "layers": layers}
+
+    return {"init": init, "path": pathlib.Path(tempfile.mkdtemp()) / "saved"}
+
+
+@after(PAGE, 6, 0, names=for_a_checkpoint)
+@after(PAGE, 7, 0, 6, names=for_a_checkpoint)
+def saved_and_restored(names, printed):
+    """The same numbers in the same places; `shardings` puts back what others read to the device."""
+    params, state = names["params"], names["state"]
+    tx, made = names["tx"], names["init"](jax.random.key(0))
+    shutil.rmtree(names["path"].parent)
+    assert kinds(params) == ["device", "pinned_host", "pinned_host"]
+    assert set(kinds(state.inner.mw)) == {"pinned_host"}
+    expected = made, tx.init(made)
+    for x, y in zip(*map(jax.tree.leaves, on_device(((params, state), expected))), strict=True):
+        np.testing.assert_array_equal(x, y)
+    if "shardings" not in names:
+        return
+    assert jax.tree.map(lambda x: x.sharding, (params, state)) == (
+        jax.tree.map(lambda x: x.sharding, names["shapes"]),
+        names["shardings"],
+    )
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, state)
+    file.seek(0)
+    for read in (
+        pickle.loads(pickle.dumps(state)),
+        eqx.tree_deserialise_leaves(file, state),
+        serialization.from_bytes(state, serialization.to_bytes(state)),
+    ):
+        assert not any(map(host_memory.is_on_host, jax.tree.leaves(read)))
+        assert kinds(jax.device_put(read, names["shardings"])) == kinds(state)
+
+
+@after(PAGE, 8, 0)
 def bytes_of_a_step(names, printed):
     """A CPU counts both as its memory."""
     assert printed.splitlines()[0].endswith("on the device")

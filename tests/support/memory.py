@@ -2,6 +2,7 @@
 
 import jax
 
+from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._quantized import words
 from jgrad._trees import host_memory
 
@@ -27,3 +28,9 @@ def offloaded(state):
     """The state as `offload` begins it: what is large in host memory, codes in words."""
     state = words.large_to_words(state)
     return host_memory.to_host(state, words.belong_on_host(state))
+
+
+def largest_on_device(program):
+    """How many elements the largest array has that a jaxpr makes in device memory."""
+    made = (x.aval for eqn in inner_equations(program.eqns) for x in eqn.outvars)
+    return max(x.size for x in made if x.memory_space == jax.memory.Space.Device)
