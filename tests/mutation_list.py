@@ -605,6 +605,7 @@ MUTATIONS = [
     Mutation("Model.fetched", "the state of other leaves is there all the time", "shardings.barrier(X)", "X", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.state_of", "an update computes with arrays on the host", "host_memory.to_device(arrays)", "arrays", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.weights_of", "a layer is computed with weights on the host", "host_memory.to_device(leaves)", "leaves", BACKWARD + "/test_host_memory.py"),
+    Mutation("SavedCall._forward", "what a policy offloads is stored on the device", "stored.append(y)", "stored.append(host_memory.to_device(y))", BACKWARD + "/test_host_memory.py" + " -k stored_on"),
     Mutation("host_memory.is_large", "stacked vectors go to the host", "X >= _ROWS", "True", "tests/wrappers/test_offload.py"),
     Mutation("host_memory.is_large", "scalars go to the host", "x.size >= _SMALLEST", "True", "tests/wrappers/test_offload.py"),
     Mutation("ShareUpdate.is_elementwise", "rows of a method that mixes them are cut", "not mixes and X", "X", BACKWARD + "/test_host_memory.py" + " -k slices"),
