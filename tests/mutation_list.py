@@ -44,6 +44,7 @@ KEYWORDS = "tests/inputs/test_keywords.py"
 NEEDS = "tests/trees/test_needs.py"
 ORDER = "tests/wrappers/test_order.py"
 OTHER_LEAVES = "tests/states/test_other_leaves.py"
+VALUES = "tests/everywhere/test_any_value.py"
 
 
 class Mutation(NamedTuple):
@@ -98,6 +99,15 @@ MUTATIONS = [
     Mutation("repeat", "a prefix gives each leaf once", "range(X)", "range(min(X, 1))", "tests/trees"),
     Mutation("flatten", "None is no leaf", "jax.tree.flatten(X, is_leaf=_)", "jax.tree.flatten(X)", "tests/trees"),
     Mutation("align", "a tree that is coarser in one place is the finest", "len(_) == len(_)", "True", "tests/trees"),
+    Mutation("is_one_leaf", "an empty container is a leaf for all", "X == Y == 1", "X == 1", f"{VALUES} -k empty"),
+    Mutation("checks.state_counter", "a counter is any number", "jnp.issubdtype(_, jnp.integer)", "jnp.issubdtype(x.dtype, jnp.number)", f"{VALUES} -k counter"),
+    Mutation("check_counters", "counters of wrappers are not looked at", "('step', 'count')", "('step',)", f"{VALUES} -k counter"),
+    Mutation("numbers._scalar", "an integer stays one", "x if checks.is_inexact(_) else _", "x", f"{VALUES} -k integer"),
+    Mutation("options.result_of", "an error of a user does not say of which option", "error.add_note(_)", "None", f"{VALUES} -k note"),
+    Mutation("_inputs.transformation.transformation.init", "shapes come before what is no array", "checks.parameters(_)", "None", f"{VALUES} -k no_tree"),
+    Mutation("ArgLeaves.from_prefix", "rules by path of trees", "not trees.is_one_leaf(_)", "False", f"{VALUES} -k no_number"),
+    Mutation("matrix_options._sharded", "axes that do not exist in an update", "axis not in matrices.stacked", "False", "tests/muon/test_muon_edges.py -k m12"),
+    Mutation("layouts.layout_of", "a number of NumPy makes a name", "APART if _ else ''", "APART * is_apart", "tests/wrappers/test_pack_small.py -k what_is_packed"),
     Mutation("is_function", "a tree of rates is called", "not (_ and is_prefix(_, _))", "True", "tests/trees"),
     Mutation("is_function", "a schedule that is a tree is not called", "X and is_prefix(_, _)", "X", "tests/trees"),
     Mutation("arrays_of", "Python floats without a gradient become arrays", "_ and checks.is_number(_)", "False", "tests/inputs/test_models.py"),
@@ -567,6 +577,8 @@ MUTATIONS = [
     Mutation("factors._begun", "soap: new factors are typed as a device's own", "jax.lax.psum(X, _)", "X", SURROUNDINGS + " -k soap"),
     Mutation("bases._apart", "soap: the partitioner divides decompositions", "whole_matrices(step(whole_matrices(X)))", "step(X)", SOAP + " -k collectives_of"),
     Mutation("bases._orthogonal", "soap: signs of the platform", "q * X", "q", SOAP + " -k keep_their_signs"),
+    Mutation("bases._one_by_one", "soap: a stack waits for threads that wait", "jax.lax.platform_dependent(X, cpu=_, default=Y)", "Y(X)", SOAP + " -k one_matrix_after"),
+    Mutation("bases._of_one_size", "soap: compiled in each eager update", "jit_static_kwargs", "(lambda f: f)", SURROUNDINGS + " -k after_the_second"),
     Mutation("bases.refreshed", "soap: a decomposition for each matrix", "varying_axes(*_)", "(varying_axes(*side), i)", SOAP + " -k decomposed_together"),
     Mutation("numerics.product", "soap: no conjugate", "x.conj() if _ else x", "x", SOAP + " -k turned_gradients"),
     Mutation("Matrices.averaged", "soap: L and R change places", "(run.left, run.right)", "(run.right, run.left)", SOAP + " -k layers_and"),

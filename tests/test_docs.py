@@ -172,13 +172,13 @@ def test_links_lead_somewhere(name):
         (["README.md"], 800),
         (["CONTRIBUTING.md"], 2800),
         (["BUILD_NOTES.md"], 4550),
-        (["README.md", *GUIDES], 17_000),  # what a reader takes an hour for
+        (["README.md", *GUIDES], 17_700),  # what a reader takes an hour for
         (["docs/runs.md"], 850),
     ],
 )
 def test_length(pages, words):
-    """With README twenty-three pages; what was measured is in the notes. Code counts."""
-    assert len(pages) <= 23
+    """With README twenty-four pages; what was measured is in the notes. Code counts."""
+    assert len(pages) <= 24
     texts = [re.sub(r"<!--.*?-->", "", page(name), flags=re.DOTALL) for name in pages]
     assert sum(len(text.split()) for text in texts) <= words
 

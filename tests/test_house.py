@@ -102,6 +102,7 @@ ON_OTHER_PLATFORMS = {
     "_muon/newton_schulz.py": "tests/everywhere/test_surroundings.py::muon-tree-tpu",
     "_packed/packed_layers.py": "tests/everywhere/test_surroundings.py::lamb-packed-cuda",
     "_packed/buffers.py": "tests/everywhere/test_surroundings.py::pack_small-tree-cuda",
+    "_soap/bases.py": "tests/everywhere/test_surroundings.py::soap",
     "_wrappers/watch.py": "tests/wrappers/test_watch.py::as_on",
 }
 

@@ -15,6 +15,7 @@ CONTENTS = {
         "runs",
         "memory",
         "four_bytes",
+        "larger_than_device",
         "scanned_layers",
         "packed",
         "devices",

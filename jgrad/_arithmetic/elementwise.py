@@ -1,6 +1,6 @@
 """Whether a function is elementwise, and whether it can run inside a kernel."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -140,12 +140,13 @@ def operation(equation: Any) -> tuple[Any, ...]:
     return (equation.primitive.name, *numbers)
 
 
-def inner_equations(equations: Sequence[Any]) -> Iterator[Any]:
-    """Those of a program, each behind those of the programs in it."""
+def inner_equations(equations: Sequence[Any], known: Collection[str] = ()) -> Iterator[Any]:
+    """Those of a program, each behind those of the programs in it; none of known primitives."""
     for equation in equations:
-        for inner in programs(equation):
-            yield from inner_equations(inner.eqns)
-        yield equation
+        if equation.primitive.name not in known:
+            for inner in programs(equation):
+                yield from inner_equations(inner.eqns, known)
+            yield equation
 
 
 def programs(equation: Any) -> list[Any]:

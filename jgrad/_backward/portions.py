@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from jgrad._packed import packing
+from jgrad._quantized import words
 from jgrad._trees import checks, host_memory, shardings, shares
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
@@ -156,8 +157,10 @@ class Whole:
     ) -> None:
         self.tx, self.shapes, self._state = tx, shares.shapes_of(params), state
         self.structure: Structure = jax.tree.structure(params)
-        arrays = jax.tree_util.tree_leaves_with_path(state)
+        self._stored = [np.shape(x) for x in jax.tree.leaves(state)]
+        arrays = jax.tree_util.tree_leaves_with_path(words.shapes(state))
         self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
+        self._in_codes = [np.shape(x) for _, x in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
 
     def stack(
@@ -189,8 +192,17 @@ class Whole:
                 expected = _BLOCKS.format("the last axis" if k else "each layer", k)
                 where = checks.at(self._paths[i])
                 raise ValueError(f"{_NAME}: `state`{where}: {came}, {expected}.")
-            cuts.append((i, Cut(axis, x.shape[axis] // layers)))
+            cuts.append((i, self._as_stored(i, Cut(axis, x.shape[axis] // layers))))
         return Portion(tuple(positions), tuple(cuts_of_leaves), layers, structure, cuts)
+
+    def _as_stored(self, i: int, cut: Cut) -> Cut:
+        """Where an array is cut, of which four rows may be one of words."""
+        length, rest = divmod(cut.length * self._stored[i][cut.axis], self._in_codes[i][cut.axis])
+        if rest:
+            came = "codes of several layers in a word, as `offload` has them in host memory"
+            expected = "expected layers along the first axis, or codes as `unpack` makes them"
+            raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {expected}.")
+        return Cut(cut.axis, length)
 
     def rows(self, i: int) -> Portion | None:
         """That of leaf `i`, whose slices of rows are layers; None where it cannot be cut so."""
@@ -249,7 +261,7 @@ class Whole:
 
     def _init(self, shapes: PyTree) -> PyTree:
         # A new function, because JAX caches traces, and does not compare what is told.
-        return jax.eval_shape(functools.partial(self.tx.init), shapes)
+        return words.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
 
     def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
         """Of the array of the state with that path and shape, which may be of layers there."""

@@ -162,7 +162,7 @@ def _length(arg: ArgLeaves, axes: Sequence[int], count: int | None = None) -> in
     for i, (x, k) in enumerate(zip(arg.leaves, axes, strict=True)):
         if x is None:
             continue
-        if not checks.is_array(x):
+        if not (isinstance(x, jax.Array) or checks.is_numeric(x)):  # keys of JAX, too
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array")
         if not -x.ndim <= k < x.ndim:
             what = f"an axis {k}" if k else "a first axis"

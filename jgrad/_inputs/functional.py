@@ -339,9 +339,13 @@ def update(
             options = tuple(given.items())
             try:
                 hash(options)
+                # A number of NumPy has a hash, and compares itself with texts as an array.
+                others = (x for x in given.values() if not isinstance(x, str))
+                is_static = not any(map(checks.is_array, others))
             except TypeError:
-                return program(named, options)  # the body says which option has no such values
-            return compiled(named, options)
+                is_static = False
+            # Else the body says which option has no such values.
+            return (compiled if is_static else program)(named, options)
 
         return cast(F, call)
 

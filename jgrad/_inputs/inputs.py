@@ -26,7 +26,7 @@ from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.forms import Blocks, Factors, axis_of_words
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.told import NOTHING, Told
@@ -313,6 +313,9 @@ class Inputs(Parameters):
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
         if isinstance(moment, Blocks) and x is not None:
+            if axis_of_words(*moment) is not None:
+                remedy = "expected `offload` around all of `tx`, or codes as `unpack` makes them"
+                arg.fail(i, TypeError, f"{checks.describe(moment)}, four in a word; {remedy}")
             return encoding.check(arg, i, moment, codec.of_moments(second=real))
         if isinstance(moment, Factors) and isinstance(x, Factors):
             return self._check_factors(arg, i, moment, x)
@@ -404,6 +407,8 @@ def _expected(g: Any, p: Any) -> str | None:
         return "None, as the parameter is"
     if not checks.is_array(g):
         return "an array or None"
+    if g.dtype.kind in "OSU":  # objects and texts of NumPy
+        return "an array of numbers"
     floating = jnp.issubdtype(g.dtype, jnp.inexact)
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return f"None, float0 or integers for a parameter of {p.dtype}" if floating else None

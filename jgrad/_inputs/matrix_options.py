@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jgrad._inputs import options
-from jgrad._inputs.inputs import Parameters
+from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
@@ -211,11 +211,14 @@ def _with_shardings(
             expected = f"at most {len(shape)}, one for each axis of shape {shape}"
             mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
         else:
-            sharded[i] = _sharded(matrices, mesh_axes, i, x)
+            is_update = isinstance(inputs, Inputs)  # an `init` may be elsewhere
+            sharded[i] = _sharded(matrices, mesh_axes, i, x, is_update=is_update)
     return sharded
 
 
-def _sharded(matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array) -> MatrixAxes:
+def _sharded(
+    matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array, *, is_update: bool
+) -> MatrixAxes:
     """With the mesh axes of an array under `jit`, or of what a device has inside of `shard_map`.
 
     Under `jit`, each part of a leaf has whole elements of mesh axes that there are.
@@ -224,6 +227,9 @@ def _sharded(matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array) -
     mesh = automatic_mesh(x) if isinstance(x, jax.Array) else None
     if mesh is None:
         named = tuple((axis, names) for axis, names in enumerate(values) if names)
+        for axis, names in named if is_update else ():
+            if axis not in matrices.stacked:
+                axes_of.check_exist(mesh_axes, i, names, "matrices are of")
         return dataclasses.replace(matrices, sharded_axes=named)
     for axis, names in enumerate(values):
         axes_of.check_names(mesh_axes, i, names, mesh)

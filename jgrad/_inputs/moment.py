@@ -12,11 +12,12 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs.around import Commit
-from jgrad._kernels.leaf_step import Place, in_rows
+from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import LeafMoment, is_rounded, kept
 from jgrad._packed.array_spec import ArraySpec
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.encoding import Rounding
+from jgrad._quantized.geometry import in_rows
 from jgrad._quantized.random_bits import ElementKeys, step_keys
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves

@@ -119,7 +119,7 @@ def beta(function: str, name: str, x: Scalar) -> BetaForms:
 
 
 def _no_tree(function: str, name: str, x: Any) -> Any:
-    if not jax.tree_util.treedef_is_leaf(trees.flatten(x)[1]):
+    if not trees.is_one_leaf(trees.flatten(x)[1]):
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
     return x
 
@@ -140,10 +140,16 @@ def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:
 def _one_element(function: str, name: str, x: Any) -> Any:
     if not jax.tree_util.all_leaves([x]):
         checks.one_element(ArgLeaves.from_tree(function, name, x))
-        return trees.map_leaves(lambda x: x.reshape(()), x)
+        return trees.map_leaves(_scalar, x)
     if not checks.is_array(x) or x.size != 1:
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
-    return x.reshape(())
+    return _scalar(x)
+
+
+def _scalar(x: Any) -> Any:
+    """Without axes; an integer in the default float dtype, as a number of Python is."""
+    x = x.reshape(())
+    return x if checks.is_inexact(x) else numerics.floating(x)
 
 
 # ---- numbers of one call -----------------------------------------------------------------------

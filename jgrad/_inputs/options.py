@@ -135,14 +135,24 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
     if not callable(x) or not trees.is_function(x, inputs.shapes):
         return x
     value = argument()
+    what = NUMBER_OF_UPDATES if checks.is_array(value) else SHAPES
+    if not jax.tree_util.all_leaves([x]):
+        what += f", since its structure is not a prefix of that of `{inputs.reference.name}`"
+    return result_of(inputs.function, name, what, x, value)
+
+
+NUMBER_OF_UPDATES, SHAPES = "the number of updates", "the whole tree of shapes"
+
+
+def result_of(function: str, name: str, what: str, x: Callable[..., Any], *args: Any) -> Any:
+    """`x(*args)` of an option that is a function; its error says of which option it is.
+
+    `what` are the arguments, in words.
+    """
     try:
-        return x(value)
+        return x(*args)
     except Exception as error:
-        what = "the number of updates" if checks.is_array(value) else "the whole tree of shapes"
-        note = f"{inputs.function}: `{name}` was called with {what}"
-        if not jax.tree_util.all_leaves([x]):
-            note += f", since its structure is not a prefix of that of `{inputs.reference.name}`"
-        error.add_note(f"{note}.")
+        error.add_note(f"{function}: `{name}` was called with {what}.")
         raise
 
 
@@ -161,7 +171,8 @@ def _numbers_of(inputs: Inputs, step: Step, name: str, of_factory: PyTree) -> Py
         if not trees.may_be_function(leaf):
             return leaf
         if id(leaf) not in results:
-            results[id(leaf)] = _scheduled(leaf(step.done))
+            x = result_of(inputs.function, name, NUMBER_OF_UPDATES, leaf, step.done)
+            results[id(leaf)] = _scheduled(x)
         return results[id(leaf)]
 
     return trees.map_leaves(result, option)

@@ -145,7 +145,6 @@ class MomentOptions(NamedTuple):
 
     def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-        checks.parameters(params.reference)
         _say_if_lost(params)
         moments: list[PyTree] = [None, None]
         forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
@@ -203,12 +202,8 @@ class MomentOptions(NamedTuple):
         if came:
             expected = checks.made_by_init(inputs.function, kind)
             raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
-        step = jnp.asarray(state.step)
-        if step.shape != ():
-            remedy = "map `update` over the models, as you did `init`"
-            problem = f"shape {step.shape}, expected (); {remedy}"
-            raise ValueError(f"{inputs.function}: `state.step`: {problem}.")
-        step = optax.safe_increment(step)
+        check_counters(inputs.function, state)
+        step = optax.safe_increment(jnp.asarray(state.step))
         keys = functools.cache(functools.partial(RandomKeys, step))  # where something is rounded
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
         of_second = AS_PARAMETERS if self.of_first else self
@@ -421,6 +416,7 @@ def transformation(
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
+        checks.parameters(inputs.reference)
         of_moments = shapes(inputs)
         others = () if more is None else more.init(inputs, of_moments)
         return state_type(*moments.init(inputs, of_moments), *others)
@@ -477,6 +473,15 @@ def _in_state(
 _ON_DEVICE = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"
 _IN_STEP = "`step_in_backward`, which fetches a layer at a time"
 
+
+def check_counters(function: str, state: PyTree) -> None:
+    """Counters are integers, where a state says which of its fields they are."""
+    fields = getattr(state, "__jgrad_fields__", None)
+    for name, role in fields.roles.items() if fields is not None else ():
+        if role in ("step", "count"):
+            checks.state_counter(function, f"state.{name}", getattr(state, name))
+
+
 # ---- trees as users have them ------------------------------------------------------------------
 
 
@@ -524,9 +529,11 @@ def pair(
             host_memory.refuse(name, "state", state, f"{around}, or {_ON_DEVICE}")
         updates, before = checks.values_of(updates), checks.values_of(state)
         params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
-        if not (kind is None or isinstance(state, kind)):
-            came, expected = type(state).__name__, checks.made_by_init(name, kind)
-            raise TypeError(f"{name}: `state`: {came}, {expected}")
+        if kind is not None:
+            if not isinstance(state, kind):
+                came, expected = type(state).__name__, checks.made_by_init(name, kind)
+                raise TypeError(f"{name}: `state`: {came}, {expected}")
+            check_counters(name, state)
         share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
@@ -552,7 +559,7 @@ def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
     """
     params = checks.values_of(params)
     leaves, structure = trees.flatten(params)
-    if jax.tree_util.treedef_is_leaf(structure) or all(map(checks.is_inexact, leaves)):
+    if trees.is_one_leaf(structure) or all(map(checks.is_inexact, leaves)):
         return params  # the same object, in most calls: `None`, one parameter, or arrays alone
     gradients, of_gradients = trees.flatten(updates)
     known = of_gradients == structure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -211,7 +212,12 @@ def _paths(argument: str, idxs: Any) -> list[KeyPath]:
         raise TypeError(f"{_NAME}: `{argument}`: {checks.describe(idxs)}, expected {expected}.")
     if not idxs:
         raise ValueError(f"{_NAME}: `{argument}`: no paths, expected {expected}.")
-    return [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
+    paths = [tuple(path) if isinstance(path, (list, tuple)) else (path,) for path in idxs]
+    for key in itertools.chain(*paths):
+        if checks.is_array(key) and np.ndim(key):  # which a comparison would compare by element
+            came = f"{checks.describe(key)} in a path"
+            raise TypeError(f"{_NAME}: `{argument}`: {came}, expected {expected}.")
+    return paths
 
 
 def _locate(argument: str, tree: PyTree, path: KeyPath) -> _Target:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._kernels.moment import LeafMoment, written
-from jgrad._trees.forms import SIZE, Blocks
+from jgrad._trees.forms import SIZE
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
 
@@ -157,13 +157,6 @@ def _is_moment(x: Any) -> bool:
 def in_memory(*arrays: Any) -> bool:
     """Whether kernels have arrays of these dtypes; of float16 there are none."""
     return all(x.dtype in _IN_MEMORY for x in arrays)
-
-
-def in_rows(x: Blocks) -> bool:
-    """Whether an array has its blocks along its rows, as most arrays have them."""
-    codes, scale = x
-    *lead, last = codes.shape or (0,)
-    return bool(lead and last % SIZE == 0 and scale.shape == (*lead, last // SIZE))
 
 
 def place_of(

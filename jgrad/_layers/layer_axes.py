@@ -169,13 +169,17 @@ def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
     existing: set[str] = set()
     for axes in set(mesh_axes.leaves):
         existing.update(axes.values)
-        for name in axes.values:
-            if not axis_exists(name):
-                remedy = "is for `shard_map` and `pmap`; under `jit` norms are of whole leaves"
-                i = mesh_axes.leaves.index(axes)
-                problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
-                mesh_axes.fail(i, ValueError, problem)
+        check_exist(mesh_axes, mesh_axes.leaves.index(axes), axes.values, "norms are of")
     return tuple(sorted(existing))
+
+
+def check_exist(mesh_axes: ArgLeaves, i: int, names: Sequence[str], under_jit: str) -> None:
+    """Mesh axes by whose names devices talk to each other; `under_jit` says what is whole there."""
+    for name in names:
+        if not axis_exists(name):
+            remedy = f"is for `shard_map` and `pmap`; under `jit` {under_jit} whole leaves"
+            problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
+            mesh_axes.fail(i, ValueError, problem)
 
 
 def check_names(

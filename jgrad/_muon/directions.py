@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import numbers
+from jgrad._inputs import numbers, options
 from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
@@ -135,7 +135,8 @@ def factors_of(
         sizes = [] if of is None else [piece.sizes for piece in matrix_axes.pieces(of)]
         for size in sizes:
             if size not in factors:
-                factors[size] = numbers.scalar(function, f"scale{size}", scale(*size))
+                x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
+                factors[size] = numbers.scalar(function, f"scale{size}", x)
         if of is not None and len(set(sizes)) > 1:
             of_arrays[i] = matrix_axes.per_output([factors[size] for size in sizes], of)
         elif of is not None:

@@ -94,7 +94,7 @@ def read_coefficients(function: str, coefficients: Any) -> Coefficients:
     expected = f"one of {names}, or a sequence of triples (a, b, c), one for each step"
     begin = f"{function}: `coefficients`"
     try:
-        rows = np.asarray(coefficients, np.float64)
+        rows = np.asarray(coefficients).astype(np.float64, casting="same_kind")  # no complex ones
     except (TypeError, ValueError):
         raise TypeError(f"{begin}: {checks.describe(coefficients)}, expected {expected}.") from None
     if rows.ndim != 2 or rows.shape[1] != 3 or len(rows) == 0:

@@ -177,8 +177,9 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> Shapes:
     """The shapes of the moments; and where the matrices are of each array that is factored."""
     matrices = _matrices(inputs, given)
-    leaves, structure = trees.flatten(inputs.tree)
-    vw = [x if axes is None else _shape(axes, x) for x, axes in zip(leaves, matrices, strict=True)]
+    both = zip(inputs.reference.leaves, matrices, strict=True)
+    vw = [x if axes is None else _shape(axes, x) for x, axes in both]
+    structure = trees.flatten(inputs.tree)[1]
     return Shapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
 
 

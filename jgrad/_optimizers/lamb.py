@@ -154,6 +154,7 @@ def _updates(
 def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lamb_update`, with what stands for no clamp and for no decay."""
     largest, decay = arguments["max_trust_ratio"], arguments["decay_lambda"]
+    checks.one_of("lamb_update", "rule", arguments["rule"], _RULES)
     options.check_clamps("lamb_update", arguments["min_trust_ratio"], largest)
     decay = numbers.optional_decay(decay, negative_is_none=arguments["rule"] == "ivy")
     return arguments | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
@@ -247,7 +248,6 @@ def lamb_update(
       (2020), algorithm 2, where phi clips the ratio.
     """
     name = "lamb_update"
-    checks.one_of(name, "rule", rule, _RULES)
     adam.BIAS_CORRECTION(name, "bias_correction", bias_correction)
     lamb = Lamb(
         adam=adam.numbers_of(beta1, beta2, epsilon, bias_correction, step),

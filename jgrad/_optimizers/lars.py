@@ -335,8 +335,8 @@ def lars(
       algorithm 1, which, like MLPerf's reference, has the learning rate inside the momentum.
     """
     given = _OPTIONS.check("lars", locals())
-    options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
     _check_rule("lars", rule, epsilon)
+    options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:

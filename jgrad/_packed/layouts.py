@@ -393,7 +393,7 @@ def layout_of(
             continue
         blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
         is_apart = small_apart and math.prod(x.shape) < SMALLEST
-        name = x.dtype.name + APART * is_apart
+        name = x.dtype.name + (APART if is_apart else "")
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
     # Equal leaves are neighbours, because XLA compiles equal work once.
     packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))

@@ -18,6 +18,7 @@ from jax.tree_util import GetAttrKey
 
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
 from jgrad._packed.layouts import Layout, Span, layout_of
+from jgrad._quantized import words
 from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Prefix, Tree
@@ -25,7 +26,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shardings import replicated
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
@@ -168,10 +169,16 @@ def pack(
         raise ValueError("pack: `like`: it has a layout already, expected no other option with it.")
     checks.same_structure("pack", "tree", tree, "like", shapes(like))
 
-    def as_in_like(node: PyTree, part: PyTree) -> PyTree:
+    def as_in_like(path: KeyPath, node: PyTree, part: PyTree) -> PyTree:
+        if node is None and part is not None:
+            where = checks.at(jax.tree_util.keystr(path))
+            came, expected = checks.describe(part), "None, as in `like`"
+            raise ValueError(f"pack: `tree`{where}: {came}, expected {expected}.")
         return where_it_lies(functools.partial(_again, node), part) if is_packed(node) else part
 
-    return jax.tree.map(as_in_like, like, tree, is_leaf=is_packed)
+    is_leaf = lambda x: x is None or is_packed(x)  # noqa: E731
+    packed = jax.tree_util.tree_map_with_path(as_in_like, like, tree, is_leaf=is_leaf)
+    return words.as_stored(packed, like)
 
 
 @overload
@@ -204,7 +211,7 @@ def unpack(tree: PyTree) -> PyTree:
       >>> params["w"].shape, state.mw["w"].shape
       ((3, 2), (3, 2))
     """
-    return _map_packed(functools.partial(where_it_lies, _leaves), tree)
+    return words.to_codes(_map_packed(functools.partial(where_it_lies, _leaves), tree))
 
 
 def _map_packed(f: Callable[[Packed[Any]], PyTree], tree: PyTree) -> PyTree:
@@ -310,7 +317,7 @@ def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
             parts = [None] * len(spans)
         else:
             _check_buffer(name, buffer, shape)
-            buffer = jax.tree.map(replicated, buffer)
+            buffer = jax.tree.map(replicated, words.to_codes(buffer))
             if isinstance(buffer, Blocks):
                 parts = split_codes(spans, buffer, as_stored=as_stored)
             else:
@@ -337,7 +344,7 @@ def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
 def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     """A tree of the structure and shapes of a layout, in buffers; each buffer of one dtype."""
     layout = like.layout
-    arg = ArgLeaves.from_tree("pack", "tree", tree).with_arrays()
+    arg = ArgLeaves.from_tree("pack", "tree", words.to_codes(tree)).with_arrays()
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, buffer in like.buffers.items():

@@ -9,7 +9,7 @@ import numpy as np
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
-from jgrad._quantized.codec import BY_DTYPE
+from jgrad._quantized.codec import codec_of
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import PyTree
@@ -88,7 +88,8 @@ def _are_numbers(*fields: PyTree) -> bool:
 
 
 def _are_blocks(codes: PyTree, scale: PyTree) -> bool:
-    return getattr(codes, "dtype", None) in BY_DTYPE and getattr(scale, "dtype", 0) == np.float32
+    is_scale = getattr(scale, "dtype", 0) == np.float32
+    return is_scale and codec_of(Blocks(codes, scale)) is not None
 
 
 def _are_factors(rows: PyTree, columns: PyTree) -> bool:

@@ -159,4 +159,4 @@ def of_moments(*, second: bool) -> Codec:
 
 def codec_of(x: Blocks) -> Any:
     """The codec of an array in 8 bits; None for codes of another dtype, which readers refuse."""
-    return BY_DTYPE.get(getattr(x.codes, "dtype", np.dtype(float)))
+    return BY_DTYPE.get(getattr(x, "dtype", np.dtype(float)))

@@ -16,6 +16,7 @@ from jgrad._quantized import bfloat16, codec as coding
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
+from jgrad._quantized.words import to_codes
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SIZE, Blocks
@@ -40,7 +41,7 @@ def check(arg: ArgLeaves, i: int, x: Blocks, codec: Codec | None = None) -> None
     """
     codes, scale = x
     dtypes = list(BY_DTYPE) if codec is None else [codec.dtype]
-    if not (checks.is_array(codes) and codes.dtype in dtypes):
+    if not (checks.is_array(codes) and x.dtype in dtypes):
         expected = " or ".join(dtype.name for dtype in dtypes)
         arg.fail(i, TypeError, f"{checks.describe(codes)} as `codes`, expected {expected}")
     if not checks.is_array(scale) or scale.dtype != jnp.float32:
@@ -53,7 +54,7 @@ def check(arg: ArgLeaves, i: int, x: Blocks, codec: Codec | None = None) -> None
 @jax.jit
 def decoded(blocks: Blocks) -> jax.Array:
     """The array, float32."""
-    codes, scale = blocks
+    codes, scale = blocks = to_codes(blocks)
     codec, source = codec_of(blocks), geometry(blocks)
     is_piece = scale.ndim == codes.ndim and scale.shape[-1] == 1  # or a buffer
 

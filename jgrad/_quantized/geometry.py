@@ -146,3 +146,10 @@ class Geometry:
 def geometry(blocks: Blocks) -> Geometry:
     """Where the blocks are of an array in 8 bits."""
     return Geometry(blocks.shape, blocks.scale.shape)
+
+
+def in_rows(x: Blocks) -> bool:
+    """Whether an array has its blocks along its rows, as most arrays have them."""
+    codes, scale = x
+    *lead, last = codes.shape or (0,)
+    return bool(lead and last % SIZE == 0 and scale.shape == (*lead, last // SIZE))

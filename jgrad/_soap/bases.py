@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._muon import orthogonalize
 from jgrad._muon.all_to_all import Dealing
 from jgrad._trees.shardings import (
@@ -87,14 +87,13 @@ def refreshed(
     new: list[jax.Array] = [side.basis for side in sides]
     for members in groups.values():
         of_size = [constants[i] for i in members]
-        for i, basis in zip(members, _of_one_size(of_size, what, dealing), strict=True):
+        for i, basis in zip(members, _of_one_size(of_size, what, dealing=dealing), strict=True):
             new[i] = basis
     return new
 
 
-def _of_one_size(
-    sides: Sequence[Side], what: jax.Array, dealing: Dealing | None
-) -> list[jax.Array]:
+@jit_static_kwargs  # else each eager call compiles the conditional, whose functions are new
+def _of_one_size(sides: list[Side], what: jax.Array, *, dealing: Dealing | None) -> list[jax.Array]:
     varying = varying_axes(*itertools.chain(*sides))
     averages, bases = (varying_over(list(x), varying) for x in zip(*sides, strict=True))
     keep = lambda averages, bases: bases  # noqa: E731
@@ -137,9 +136,9 @@ def _begun(pairs: jax.Array) -> jax.Array:
     """Eigenvectors of the averages; the basis as it is where the average is zero."""
     size = pairs.shape[1]
     average, is_dead = _normalized(pairs[:, :, :size])
-    found = jnp.linalg.eigh(average)
-    vectors = jax.lax.rev(found.eigenvectors, (2,))
-    values = _without_noise(jax.lax.rev(found.eigenvalues, (1,)))[:, None]
+    vectors, values = _one_by_one(lambda x: jnp.linalg.eigh(x)[::-1], average)
+    vectors = jax.lax.rev(vectors, (2,))
+    values = _without_noise(jax.lax.rev(values, (1,)))[:, None]
     # The element of the largest magnitude in each vector is positive, on every platform.
     largest = jnp.argmax(numerics.abs_squared(vectors), axis=1, keepdims=True)
     vectors = vectors * _phase(jnp.take_along_axis(vectors, largest, axis=1)).conj()
@@ -237,9 +236,33 @@ def _orthogonal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     And that diagonal: what is left of each column behind those before it.
     """
-    q, r = jnp.linalg.qr(x)
-    diagonal = jnp.diagonal(r, axis1=1, axis2=2)[:, None]
-    return q * _phase(diagonal), jnp.abs(diagonal)
+
+    def of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        q, r = jnp.linalg.qr(x)
+        diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)[..., None, :]
+        return q * _phase(diagonal), jnp.abs(diagonal)
+
+    return _one_by_one(of, x)
+
+
+def _one_by_one(decompose: Function, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What is made of each matrix of a stack; on a CPU of one after the other, in place.
+
+    There JAX divides a stack among XLA's threads, and waits for them on one of these. If all of
+    them wait, such as one for each virtual device, none is left to work. Checked in JAX 0.10 to
+    0.12; a loop is as fast on two cores.
+    """
+
+    def of_next(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new, more = decompose(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
+        return jax.lax.dynamic_update_index_in_dim(x, new, i, 0), more
+
+    def in_turn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.scan(of_next, x, jnp.arange(len(x)))
+
+    new: tuple[jax.Array, jax.Array]
+    new = jax.lax.platform_dependent(x, cpu=in_turn, default=decompose)
+    return new
 
 
 def _normalized(average: jax.Array) -> tuple[jax.Array, jax.Array]:

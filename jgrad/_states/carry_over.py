@@ -118,7 +118,7 @@ def carry_over(
             if not hasattr(x.array, "shape"):
                 came = f"{checks.describe(x.array)}, expected an array"
                 raise TypeError(f"{NAME}: `{name}`{checks.at(x.at)}: {came}.")
-    before = state_leaves.renamed(before, after, rename or {})
+    before = state_leaves.renamed(before, after, {} if rename is None else rename)
     chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
@@ -132,13 +132,14 @@ def carry_over(
     if is_in_place and trees.flatten(old)[1] == structure:  # packed buffers stay as they are
         arg = ArgLeaves.from_tree(NAME, "old", old).with_arrays()
         leaves = zip(expected, arg.leaves, strict=True)
-        new = [x if x is None else _in_form(arg, i, x, y) for i, (x, y) in enumerate(leaves)]
+        new = [x if x is None else forms.converted(arg, i, x, y) for i, (x, y) in enumerate(leaves)]
         state = structure.unflatten(new)
     else:
         structure, maker = trees.flatten(shapes)[1], _Leaves(old, before, params)
         arrays = {leaf.position: maker.of(leaf, source) for leaf, source in made}
         state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
         state = packing.pack(state, like=cast(PyTree, like))
+        state = forms.in_memory_of(like, state)
     return variables.in_form_of(form, _without_shared_arrays(state)), account
 
 
@@ -146,12 +147,6 @@ _UNNAMED = (
     "packed leaves of a file, which does not have their names: read by those in `like` or "
     "`params`. If they had others, restore the file with a target, and `rename` them."
 )
-
-
-def _in_form(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
-    """What leaf `i` of the argument became, in the form and the memory of another."""
-    new = where_it_lies(functools.partial(forms.converted, arg, i, like), x)
-    return forms.in_memory_of(like, new)
 
 
 class _Leaves:
@@ -194,10 +189,10 @@ class _Leaves:
         if source.what == matching.OF_WEIGHTS:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(numerics.wide(x), copy=True))
-            return _in_form(arg._replace(name="params"), 0, like, x)
+            return forms.converted(arg._replace(name="params"), 0, like, x)
         if made := _OF_WINDOWS.get(source.detail):
             leaves = [where_it_lies(lambda both: made(*map(numerics.wide, both)), leaves)]
-        return _in_form(self._arg, source.old[0].position, like, leaves[0])
+        return forms.converted(self._arg, source.old[0].position, like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:
         if self._params is None:

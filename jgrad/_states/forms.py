@@ -1,5 +1,6 @@
 """Converts one leaf of a state to the form of another: its dtype, or 8 bits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,36 +8,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._quantized import encoding
+from jgrad._quantized import encoding, words
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.geometry import geometry
-from jgrad._trees import checks, host_memory
+from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
-from jgrad._trees.protocols import Leaf
+from jgrad._trees.protocols import Leaf, PyTree
 
 _GUESS = "rows and columns, of which others can only be guessed, expected `reset=` for this leaf"
 
 
 def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
-    """A leaf in the form of another; the same array where it has it already."""
+    """A leaf in the form and the memory of another; the same array where it has both already."""
     if isinstance(x, Blocks):
         encoding.check(arg, i, x)
+        if form_of(x) == form_of(like):
+            return in_memory_of(like, words.as_stored(x, like))
+    elif checks.is_array(x) and not trees.is_leaf(like) and x.dtype == like.dtype:
+        return in_memory_of(like, x)
+    new = host_memory.where_it_lies(functools.partial(_on_device, arg, i, like), x)
+    return in_memory_of(like, new)
+
+
+def _on_device(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
+    """A leaf in the form of another."""
     if isinstance(like, Blocks):
         codec = codec_of(like)
         if not (codec_of(x) == codec if isinstance(x, Blocks) else _is_alike(x, like.scale)):
             expected = f"a floating array, or Blocks of {codec.dtype.name}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
-        return encoding.recoded(array, geometry(like), codec)
+        return words.as_stored(encoding.recoded(array, geometry(like), codec), like)
     if isinstance(x, Blocks):
         x = encoding.decoded(x)
     if isinstance(x, Factors) and not isinstance(like, Factors):
         arg.fail(i, ValueError, _GUESS)
     if isinstance(like, Factors):
         return _factors(arg, i, like, x)
-    if getattr(x, "dtype", None) == like.dtype:
-        return x
     if not _is_alike(x, like):
         arg.fail(i, TypeError, f"{checks.describe(x)}, expected {like.dtype}")
     return x.astype(like.dtype)
@@ -65,7 +74,7 @@ def zeros(arg: ArgLeaves, i: int, like: Leaf, beside: Leaf) -> Leaf:
         beside = encoding.decoded(beside)
     dtype = jnp.float32 if isinstance(like, Blocks) else like.dtype
     zero = jnp.zeros(like.shape, dtype) if beside is None else numerics.zeros_like(beside, dtype)
-    return converted(arg, i, like, zero)
+    return _on_device(arg, i, like, zero) if trees.is_leaf(like) else zero
 
 
 def form_of(x: Leaf) -> tuple[Any, ...]:
@@ -75,15 +84,20 @@ def form_of(x: Leaf) -> tuple[Any, ...]:
     return ("8 bits", geometry(x), codec_of(x)) if isinstance(x, Blocks) else (str(x.dtype),)
 
 
-def in_memory_of(like: Leaf, x: Leaf) -> Leaf:
-    """A leaf in the memory, host's or device's, of another that is an array."""
-    concrete = [y for y in jax.tree.leaves((like, x)) if isinstance(y, jax.Array)]
-    if len(concrete) < 2 or any(isinstance(y, jax.core.Tracer) for y in concrete):
-        return x
-    is_there, is_wanted = (host_memory.place_on_host(y) is not None for y in (x, like))
-    if is_there == is_wanted:
-        return x
-    return host_memory.to_host(x) if is_wanted else host_memory.to_device(x)
+def in_memory_of(like: PyTree, tree: PyTree) -> PyTree:
+    """A tree, each array in the memory, host's or device's, of the one in another tree."""
+
+    def moved(x: Leaf, like: Leaf) -> Leaf:
+        is_there, is_wanted = map(host_memory.is_on_host, (x, like))
+        if is_there == is_wanted or not (_is_concrete(x) and _is_concrete(like)):
+            return x
+        return host_memory.to_host(x) if is_wanted else host_memory.to_device(x)
+
+    return jax.tree.map(moved, tree, like)
+
+
+def _is_concrete(x: Leaf) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def _is_alike(x: Leaf, like: Leaf) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 
+from jgrad._inputs import options
 from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
@@ -354,6 +355,6 @@ def chosen(reset: PyTree | Callable[[PyTree], PyTree], params: PyTree, like: PyT
     tree = next(moments, None) if params is None else packing.shapes(params)
     tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
-        reset = reset(tree)
+        reset = options.result_of(NAME, "reset", options.SHAPES, reset, tree)
     flags = checks.bools(ArgLeaves.from_prefix(NAME, "reset", reset, "params", tree))
     return {keys for (keys, _), flag in zip(leaves_of(tree), flags, strict=True) if flag}

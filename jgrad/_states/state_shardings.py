@@ -19,7 +19,7 @@ from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.annotations import Prefix
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, explained
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.forms import Blocks, Factors, axis_of_words
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._wrappers import inside
 
@@ -200,8 +200,7 @@ class _Shardings:
     def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool = False) -> Leaf:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if isinstance(x, Blocks):
-            array = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            codes = self._like(followed, array, rows_only=rows_only)
+            codes = self._like(_of_codes(followed, x), x.codes, rows_only=rows_only)
             return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))
         if isinstance(x, Factors):
             return Factors(*(self._like(followed, of, rows_only=rows_only) for of in x))
@@ -209,6 +208,19 @@ class _Shardings:
         if sharding is None:
             return self.replicated
         return _sharded_further(sharding, x.shape, self.axes, rows_only=rows_only)
+
+
+def _of_codes(followed: _Sharded | None, x: Blocks) -> _Sharded | None:
+    """The parameter, with four rows in one where those of codes are, if shards have whole ones."""
+    axis, shape = axis_of_words(*x), x.codes.shape
+    if followed is None or axis is None or followed.shape != x.shape:
+        return followed
+    sharding = followed.sharding
+    names = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    if shape[axis] % (x.shape[axis] // sharding.shard_shape(x.shape)[axis]):
+        names[axis] = None
+    kind = sharding.memory_kind
+    return _Sharded(shape, NamedSharding(sharding.mesh, _spec(names), memory_kind=kind))
 
 
 def _fitted(followed: _Sharded, shape: tuple[int, ...]) -> NamedSharding | None:

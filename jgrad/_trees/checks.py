@@ -107,8 +107,12 @@ class ArgLeaves(NamedTuple):
                 lambda: trees.rule_names(reference),
                 lambda: trees.masked_paths(reference),
             )
+            for x in tree.values:
+                if not trees.is_one_leaf(trees.flatten(x)[1]):
+                    came, expected = f"{describe(x)} in `by_path`", "the value of one leaf"
+                    raise ValueError(f"{function}: `{name}`: {came}, expected {expected}.")
             leaves = [tree.values[-1 if i is None else i] for i in rules]
-        elif jax.tree_util.treedef_is_leaf(structure):  # one for all
+        elif trees.is_one_leaf(structure):  # one for all
             leaves *= trees.flatten(reference)[1].num_leaves
         else:
             if not trees.is_prefix(tree, reference):
@@ -338,6 +342,18 @@ def count(function: str, name: str, value: object, low: int = 1) -> None:
         raise TypeError(f"{function}: `{name}`: {describe(value)}, expected an int.")
     if not low <= value < 2**31:
         raise ValueError(f"{function}: `{name}`: {value}, expected a number in [{low}, 2^31).")
+
+
+def state_counter(function: str, name: str, x: Leaf) -> None:
+    """A counter of a state: an integer without axes. An array may be negative: it may be traced."""
+    is_int = isinstance(x, int) and not isinstance(x, bool)
+    if not (is_int or (is_array(x) and jnp.issubdtype(x.dtype, jnp.integer))):
+        raise TypeError(f"{function}: `{name}`: {describe(x)}, expected an int32 scalar.")
+    if np.shape(x) != ():
+        remedy = "map `update` over the models, as you did `init`"
+        raise ValueError(f"{function}: `{name}`: shape {np.shape(x)}, expected (); {remedy}.")
+    if not isinstance(x, jax.Array):
+        count(function, name, int(x), low=0)
 
 
 def one_of(function: str, name: str, value: object, allowed: Iterable[object]) -> None:

@@ -7,6 +7,19 @@ import numpy as np
 SIZE = 256  # elements of a block; each row of a packed buffer is one
 # Number of elements of a global array from which it is stored in 8 bits; smaller ones gain nothing.
 SMALLEST = 4096
+# In host memory, four codes are a word: the dtypes of words, and of their codes.
+CODES = {np.dtype(np.int32): np.dtype(np.int8), np.dtype(np.uint32): np.dtype(np.uint8)}
+IN_WORD = 4
+
+
+def axis_of_words(codes: Any, scale: Any) -> int | None:
+    """Along which axis four codes are a word, as the scales show it; None where none are."""
+    if getattr(codes, "dtype", None) not in CODES or len(codes.shape) != len(scale.shape):
+        return None
+    pairs = list(zip(codes.shape, scale.shape, strict=True))[:-1]
+    axes = [k for k, (n, rows) in enumerate(pairs) if n != rows]
+    is_one = len(axes) == 1 and pairs[axes[0]][0] * IN_WORD == pairs[axes[0]][1]
+    return axes[0] if is_one else None
 
 
 class Blocks(NamedTuple):
@@ -18,7 +31,9 @@ class Blocks(NamedTuple):
     checkpoint format. `jgrad.carry_over` converts them to ordinary arrays.
 
     Attributes:
-      codes: in the shape of the array; int8 for a first moment, uint8 for a second one.
+      codes: in the shape of the array; int8 for a first moment, uint8 for a second one. What
+        `offload` puts in host memory has four of them in a word, int32 or uint32, along an axis of
+        rows, and `jgrad.unpack` has them as codes again.
       scale: in float32, a power of two for each block, or 0 if the block is all zeros. If the last
         axis n is a multiple of 256, its shape is (..., n / 256). Otherwise it is (blocks,) for the
         flattened array or, with stacked layers, (..., blocks), with the size of each stacked axis
@@ -45,12 +60,12 @@ class Blocks(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
         shape: tuple[int, ...] = self.codes.shape
-        return shape
+        return shape if axis_of_words(*self) is None else (*self.scale.shape[:-1], shape[-1])
 
     @property
     def dtype(self) -> Any:
         """That of the codes."""
-        return self.codes.dtype
+        return self.codes.dtype if axis_of_words(*self) is None else CODES[self.codes.dtype]
 
 
 def in_short(x: Any) -> str:

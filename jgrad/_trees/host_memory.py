@@ -4,7 +4,8 @@ Where an array lies is in its type, also under `jit`, so no flag says it.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,10 @@ KIND = "pinned_host"
 _SMALLEST = 2**16
 # XLA for TPUs cannot slice one row of an array in half precision from the host, and scalars may be
 # donated to results on the device. Stacked vectors have as many rows as a model has layers.
-_ROWS = 256
+ROWS = 256
+# What is large is made in slices: of at most so many elements, since a copy of 32 MB takes a
+# hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
+SLICE, TILE = 2**23, 32
 
 
 @functools.cache
@@ -38,21 +42,37 @@ def is_on_host(x: Any) -> bool:
     return isinstance(x, jax.Array) and bool(x.aval.memory_space == jax.memory.Space.Host)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Whether it has elements, of JAX or of NumPy."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
 def is_large(x: Any) -> bool:
-    """Whether an array is worth a copy, and can be sliced in host memory: see above."""
-    if not _is_array(x):
-        return False
-    sides = [n for n in x.shape if n > 1]
-    return x.size >= _SMALLEST and (len(sides) == 1 or x.size // sides[-1] >= _ROWS)
+    """Whether it is an array that is worth a copy, and can be sliced in host memory; not of bytes."""
+    return is_array(x) and x.dtype.itemsize > 1 and is_large_shape(x.shape)
 
 
-def to_host(tree: PyTree) -> PyTree:
-    """The tree with its arrays in host memory, sharded as they are."""
-    return _moved(tree, jax.memory.Space.Host, map(_is_array, jax.tree.leaves(tree)))
+def is_large_shape(shape: Sequence[int]) -> bool:
+    """Whether an array of that shape is: see above."""
+    size, sides = math.prod(shape), [n for n in shape if n > 1]
+    return size >= _SMALLEST and (len(sides) == 1 or size // sides[-1] >= ROWS)
+
+
+def slices(shape: Sequence[int]) -> int | None:
+    """Into how many slices along its first axis a large array is cut; None if it stays whole."""
+    size = math.prod(shape)
+    if size <= SLICE or len(shape) < 2 or not is_large_shape(shape):
+        return None
+    is_stack = len(shape) > 2 and shape[-2] >= TILE
+    tile = 1 if is_stack else TILE
+    counts = (n for n in range(2, shape[0] // tile + 1) if shape[0] % (n * tile) == 0)
+    return next((n for n in counts if size <= n * SLICE), shape[0] if is_stack else None)
+
+
+def to_host(tree: PyTree, which: Iterable[bool] | None = None) -> PyTree:
+    """The tree with its arrays, or some of them, in host memory, sharded as they are."""
+    moves = map(is_array, jax.tree.leaves(tree)) if which is None else which
+    return _moved(tree, jax.memory.Space.Host, moves)
 
 
 def to_device(tree: PyTree) -> PyTree:

@@ -28,12 +28,12 @@ KeyPath = tuple[Any, ...]  # as JAX's tree functions return it
 # What a field of a state holds, for `carry_over`, where an old state does not have it:
 # - step: the updates that an optimizer counts; moment: of the gradients
 # - weights: a copy or an average of the parameters, which starts as these are
-# - sum, zero: gradients of a window, or a number; both start at zero
+# - sum, count, zero: gradients of a window, an integer, or another number; all start at zero
 # - like: what starts as `init` makes it; measured: what the next update measures again
 # - inside: the state of what is inside
 # - factors: averages of matrices, which start at zero, and their bases, which start as the identity
 FieldRole = Literal[
-    "step", "moment", "weights", "sum", "zero", "like", "measured", "inside", "factors"
+    "step", "moment", "weights", "sum", "count", "zero", "like", "measured", "inside", "factors"
 ]
 
 
@@ -64,13 +64,13 @@ def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_St
 
     Args:
       kind: the name of the wrapper, or "moments".
-      roles: of the fields. One that is not named is a number that starts at zero, and `inner` is
-        the state of what is inside.
+      roles: of the fields. One that is not named counts from zero, and `inner` is the state of what
+        is inside.
     """
 
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "zero" for x in names}
+        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "count" for x in names}
         fields = FieldRoles(kind, others | roles)
         STATES.append(fields)
         state.__annotations__ = get_type_hints(state)  # which are looked up in the module

@@ -56,6 +56,12 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
+def is_one_leaf(structure: Structure) -> bool:
+    """Whether a tree is a leaf. `treedef_is_leaf` of JAX says so of an empty container, too."""
+    one: bool = structure.num_nodes == structure.num_leaves == 1
+    return one
+
+
 def map_leaves(f: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
     """Applies `f` to every leaf except `None`, which stays."""
     leaves, structure = flatten(tree)
@@ -157,7 +163,7 @@ def align(*trees: PyTree) -> Aligned | None:
         for prefix, other in zip(trees, structures, strict=True):
             if other == structure:
                 counts.append([1] * other.num_leaves)
-            elif other.num_nodes == other.num_leaves == 1:  # one leaf for all
+            elif is_one_leaf(other):  # for all
                 counts.append([structure.num_leaves])
             elif is_prefix(prefix, tree):
                 counts.append(_counts(other, tree))

@@ -105,7 +105,7 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
         if isinstance(blocks, Factors):
             return Factors(*(_of_part(x, of, blocks.shape) for of in blocks))
         codes = _with_value(x, blocks.codes)
-        return blocks._replace(codes=codes, scale=_of_part(codes, blocks.scale, blocks.codes.shape))
+        return blocks._replace(codes=codes, scale=_of_part(codes, blocks.scale, blocks.shape))
 
     return jax.tree.map(turned, tree, is_leaf=holds_blocks)
 

@@ -12,7 +12,7 @@ import optax
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, apply, on_leaf
-from jgrad._inputs import numbers
+from jgrad._inputs import numbers, options
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
@@ -111,7 +111,7 @@ class AccumulateState(_OfWindow, _Fields[Inner]):
     __slots__ = ()
 
 
-@state_of("accumulate", total="sum")
+@state_of("accumulate", total="sum", weight="zero")
 class WeightedAccumulateState(_OfWindow, _WeightedFields[Inner]):
     """State of `accumulate(..., weighted=True)`. Field names are part of the checkpoint format.
 
@@ -547,7 +547,7 @@ def _length(every: Every, state: PyTree) -> int | jax.Array:
     if done is None:
         reason = "no state inside counts its updates, as the states of jgrad's optimizers do"
         raise ValueError(f"{_NAME}: `every`: a function, expected an int, since {reason}.")
-    x = every(done)
+    x = options.result_of(_NAME, "every", options.NUMBER_OF_UPDATES, every, done)
     if isinstance(x, (jax.Array, np.ndarray)) and x.shape == () and x.dtype.kind in "iu":
         if not isinstance(x, jax.core.Tracer):
             checks.count(_NAME, "every", int(x))

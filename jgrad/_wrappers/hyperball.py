@@ -522,7 +522,8 @@ def _of_option(
             continue
         norm = radius if is_function else arg.leaves[i]
         if callable(norm):
-            norm = norm(tuple(matrices.shape[axis] for axis in matrices.within))
+            shape = tuple(matrices.shape[axis] for axis in matrices.within)
+            norm = options.result_of(_NAME, "radius", "the shape of a layer", norm, shape)
         real = numerics.real_dtype(shapes[i])
         radii[i] = jnp.full(_shape(matrices), _positive(arg, i, norm), real)
     return radii

@@ -136,6 +136,7 @@ def check_others(state: PyTree) -> None:
     for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
         if isinstance(x, kinds):
             check_order(_OF_OPTAX[type(x)])
+            check_others(tuple(x))
 
 
 def _check_step(function: str, state: PyTree, directions: list[tuple[str, PyTree]]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from jgrad._inputs.transformation import pair
+from jgrad._quantized import words
 from jgrad._trees import host_memory
 from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
+from jgrad._wrappers.begin_on_host import begun
 
 _NAME = "offload"
 
@@ -86,12 +88,13 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
         inside.check_outside()
         inside.check_not_in_multi_steps(_NAME)
         host_memory.check(_NAME)
-        return host_memory.large_to_host(tx.init(host_memory.to_device(params)))
+        return begun(tx.init, params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        steps, new = tx.update(updates, host_memory.to_device(state), params, **extra_args)
-        return steps, host_memory.where_they_lay(new, state)
+        on_device = words.to_codes(host_memory.to_device(state))
+        steps, new = tx.update(updates, on_device, params, **extra_args)
+        return steps, host_memory.where_they_lay(words.as_stored(new, state), state)
 
     return inside.marked_as_offload(pair(init, update, _NAME, offloads=True))

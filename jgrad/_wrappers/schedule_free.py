@@ -29,7 +29,7 @@ _LARGEST = 2.0**96  # of a weight; 2^31 of them can be added in float32
 _POWERS = 4.0  # to which 2^24 steps have no larger weight
 
 
-@state_of("schedule_free", z="weights", average="weights")
+@state_of("schedule_free", weight_sum="zero", largest_rate="zero", z="weights", average="weights")
 class ScheduleFreeState(NamedTuple, Generic[Inner]):
     """State of `schedule_free`. Field names are part of the checkpoint format.
 

@@ -27,7 +27,7 @@ _DEVIATION = 1.4826  # standard deviations of a normal distribution in its MAD
 _LEAST = 4  # losses in a window: one loss is a quarter of it
 
 
-@state_of("skip_spikes")
+@state_of("skip_spikes", losses="zero")
 class SpikeState(NamedTuple, Generic[Inner]):
     """State of `skip_spikes`. Field names are part of the checkpoint format.
 

@@ -135,7 +135,7 @@ def stochastic_rounding(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
-        step = optax.safe_increment(_counter(state.done))
+        step = optax.safe_increment(jnp.asarray(state.done))
         wide = parameters.wide_gradients(updates, params, _is_rounded)
         wide_params, of_step = _wide(params), step_keys(step)
         places = inputs.places_of(mesh_axes)
@@ -208,14 +208,6 @@ def _difference_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     """The derivative is that of the step, as if nothing were rounded."""
     return _difference(to_bfloat16, *primals), tangents[1].astype(jnp.bfloat16)
-
-
-def _counter(done: Any) -> jax.Array:
-    done = jnp.asarray(done)
-    if done.shape != ():
-        remedy = "map `update` over the models, as you did `init`"
-        raise ValueError(f"{_NAME}: `state.done`: shape {done.shape}, expected (); {remedy}.")
-    return done
 
 
 def _check_dtypes(params: ArgLeaves) -> None:

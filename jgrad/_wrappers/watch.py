@@ -248,6 +248,7 @@ def watch(
     ) -> tuple[PyTree, WatchState]:
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
+        checks.state_counter(_NAME, f"state.report[{_CALLS!r}]", old.get(_CALLS))
         calls, finite = optax.safe_increment(old[_CALLS]), told().finite
 
         def measured() -> tuple[PyTree, Measured]:

@@ -14,8 +14,19 @@ import jgrad
 from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._backward import portions
 from jgrad._backward.step_in_backward import forced
+from jgrad._trees import host_memory
 from tests.backward import models
-from tests.backward.recipes import BF16, FIRST, RECIPES, Recipe, adam, clipped
+from tests.backward.recipes import (
+    BF16,
+    FIRST,
+    RECIPES,
+    WIDE,
+    Recipe,
+    adam,
+    clipped,
+    eight_bits,
+    muon,
+)
 from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
@@ -63,6 +74,82 @@ def test_the_same_results(form, place, name):
     models.assert_equal(on_device(found), expected)
 
 
+# ---- moments in 8 bits, four codes in a word -----------------------------------------------------
+
+
+IN_8_BITS = {name: RECIPES[name] for name in ("8 bits", "stochastic", "all")} | {
+    "lion": Recipe(lambda: jgrad.lion(1e-3, moment_dtype="8bit"), sizes=WIDE),
+    "momentum": Recipe(
+        lambda: jgrad.gradient_descent(1e-2, momentum=0.9, moment_dtype="8bit"), sizes=WIDE
+    ),
+    "muon": Recipe(lambda: muon(moment_dtype="8bit"), sizes=WIDE),
+    "lamb": Recipe(
+        lambda: jgrad.lamb(1e-2, layer_axes=models.AXES, moment_dtype="8bit"), sizes=WIDE
+    ),
+    "average": Recipe(lambda: jgrad.average_params(eight_bits(), 0.9), sizes=WIDE),
+}
+
+
+@pytest.fixture
+def small_words(monkeypatch):
+    """What is large enough for host memory in the models of these tests."""
+    monkeypatch.setattr(host_memory, "_SMALLEST", 1024)
+    monkeypatch.setattr(host_memory, "ROWS", 8)
+
+
+@pytest.mark.slow(always=[f"{form}-stochastic" for form in FORMS])
+@pytest.mark.parametrize("name", IN_8_BITS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("small_words")
+def test_the_same_results_in_8_bits(form, name):
+    """Those with codes on the device: of words in host memory, and of a state that was restored."""
+    make, options, dtype, sizes, *_ = IN_8_BITS[name]
+    params, tx = models.params(dtype, **sizes), make()
+    of_tx, of_offload = (
+        jgrad.step_in_backward(x, models.loss, **options) for x in (tx, jgrad.offload(tx))
+    )
+    batches = [models.batch(i, dtype) for i in range(3)]
+    state = jgrad.offload(tx).init(params)
+    dtypes = [x.dtype for x in jax.tree.leaves(state)]
+    assert jnp.int32 in dtypes[1:]
+    with FORMS[form]():
+        expected = models.run(of_tx, params, tx.init(params), batches)
+        for given in (state, on_host(jgrad.unpack(state)), on_device(state)):
+            found = models.run(of_offload, on_host(params), given, batches)
+            assert kinds(found[1]) == kinds(given)
+            assert [x.dtype for x in jax.tree.leaves(found[1])] == [
+                x.dtype for x in jax.tree.leaves(given)
+            ]
+            models.assert_equal(on_device(jgrad.unpack(found)), expected, few=1e-3)
+
+
+def of_the_second_axis(params, x):
+    block = lambda layer, x: x + jnp.tanh(x @ layer["w"])
+    return jnp.mean(jgrad.scan_layers(block, params, x, axis=1) ** 2)
+
+
+@pytest.mark.usefixtures("small_words")
+def test_words_of_layers_along_the_second_axis():
+    """Four rows are in a word, which is of one layer; of more layers than rows, four layers would be."""
+    params = {"w": models.array(np.random.default_rng(0), 256, 4, 256)}
+    tx, batches = jgrad.lion(1e-2, moment_dtype="8bit"), [jnp.ones((2, 256))] * 2
+    state = jgrad.offload(tx).init(params)
+    assert state.mw["w"].codes.shape == (64, 4, 256)
+    of_tx, of_offload = (
+        jgrad.step_in_backward(x, of_the_second_axis) for x in (tx, jgrad.offload(tx))
+    )
+    expected = models.run(of_tx, params, tx.init(params), batches)
+    found = models.run(of_offload, params, state, batches)
+    models.assert_equal(on_device(jgrad.unpack(found)), expected, few=1e-3)
+    params = {"w": jnp.ones((256, 8, 256))}
+    came = "codes of several layers in a word, as `offload` has them in host memory"
+    expected = "expected layers along the first axis, or codes as `unpack` makes them"
+    message = f"step_in_backward: `state` at .mw['w'].codes: {came}, {expected}."
+    assert_error(
+        ValueError, message, lambda: of_offload(params, jgrad.offload(tx).init(params), batches[0])
+    )
+
+
 # ---- leaves in no stack, in slices of rows -------------------------------------------------------
 
 VOCABULARY, WIDTH = 512, 64
@@ -71,13 +158,13 @@ VOCABULARY, WIDTH = 512, 64
 ROUNDINGS = 16
 
 
-def decoder_params(dtype=jnp.float32):
+def decoder_params(dtype=jnp.float32, width=WIDTH):
     rng = np.random.default_rng(0)
     return {
-        "embedding": models.array(rng, VOCABULARY, WIDTH, dtype=dtype),
-        "head": models.array(rng, VOCABULARY, WIDTH, dtype=dtype),
-        "layers": models.stack(rng, 3, WIDTH, 2 * WIDTH, dtype),
-        "norm": jnp.ones(WIDTH, dtype),
+        "embedding": models.array(rng, VOCABULARY, width, dtype=dtype),
+        "head": models.array(rng, VOCABULARY, width, dtype=dtype),
+        "layers": models.stack(rng, 3, width, 2 * width, dtype),
+        "norm": jnp.ones(width, dtype),
     }
 
 
@@ -132,6 +219,12 @@ SLICED = {
     "a norm that is kept": (lambda: clipped(adam(), of="previous"), 2),
     "a norm of the state": (lambda: jgrad.watch(adam(), layer_axes=AXES), 0),
 }
+SLICED_IN_8_BITS = {
+    "8 bits": (eight_bits, 2),
+    "rounded": (lambda: jgrad.stochastic_rounding(eight_bits()), 2),
+    "clipped": (lambda: clipped(jgrad.lion(1e-2, moment_dtype="8bit"), of="previous"), 2),
+    "a ratio of norms": (lambda: jgrad.lamb(1e-2, layer_axes=AXES, moment_dtype="8bit"), 0),
+}
 
 
 @pytest.mark.slow(always=["adam", "rounded", "clipped", "a learning rate for each row", "factors"])
@@ -150,6 +243,23 @@ def test_embedding_and_head_in_slices(name):
     assert kinds(found[:2]) == kinds(given)
     expected = models.run(step, params, state, batches)
     models.assert_equal(on_device(found), expected, roundings=ROUNDINGS)
+
+
+@pytest.mark.slow(always=["rounded", "a ratio of norms"])
+@pytest.mark.parametrize("name", SLICED_IN_8_BITS)
+@pytest.mark.usefixtures("four_slices", "small_words")
+def test_slices_of_words(name):
+    """Of weights and moments, whose random bits are those of the whole leaf."""
+    make, count = SLICED_IN_8_BITS[name]
+    params, tx = decoder_params(BF16 if name == "rounded" else jnp.float32, 256), make()
+    of_tx, step = (jgrad.step_in_backward(x, decoder_loss) for x in (tx, jgrad.offload(tx)))
+    state, batches = tx.init(params), [tokens(i) for i in range(3)]
+    given = on_host(params), jgrad.offload(tx).init(params)
+    assert loops(step, *given, tokens()) - loops(of_tx, params, state, tokens()) == count
+    found = models.run(step, *given, batches)
+    assert kinds(found[:2]) == kinds(given)
+    expected = models.run(of_tx, params, state, batches)
+    models.assert_equal(on_device(jgrad.unpack(found)), expected, roundings=ROUNDINGS, few=1e-3)
 
 
 @pytest.mark.parametrize(

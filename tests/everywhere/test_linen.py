@@ -6,12 +6,15 @@ the first step. The truth is the same training without boxes, on one device.
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.serialization import from_state_dict, to_state_dict
 from flax.training.train_state import TrainState
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
@@ -132,3 +135,15 @@ def test_a_file_of_1_0_without_a_target():
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert not account.converted
     jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+def test_a_file_of_named_arrays():
+    """As EasyLM writes it. A method with one moment has None for the other, which is no array."""
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    tx = jgrad.lion(0.1)
+    state = tx.update(params, tx.init(params))[1]
+    named = flatten_dict(to_state_dict(state))
+    arrays = {name: x for name, x in named.items() if x is not None}
+    assert named.keys() - arrays.keys() == {("vw",)}
+    restored = from_state_dict(tx.init(params), unflatten_dict(arrays | {("vw",): None}))
+    chex.assert_trees_all_equal(restored, state)

@@ -23,6 +23,7 @@ import jgrad
 from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
 from tests.optimizers.test_of_leaf import adamax
+from tests.support.compilations import compilations
 from tests.support.loops import assert_equal, stack, step_of
 from tests.support.other_platforms import as_on
 from tests.support.precision import in_64_bits
@@ -436,3 +437,18 @@ def test_types_under_vmap(name, where):
     """What varies over devices is in the types, so that a trace is enough to see an error."""
     run, models = mapped(subject_of(name), "tree", where)
     jax.eval_shape(run, *models)
+
+
+@pytest.mark.slow(always=["soap"])
+@pytest.mark.parametrize("subject", list(subjects()), ids=lambda x: x.name)
+def test_eager_updates_compile_nothing_after_the_second(subject):
+    """A conditional of functions that each call makes anew is compiled in each, and kept."""
+    tx = subject.make()
+    w, g = ({k: model(i, subject, "tree")[k] for k in ("up", "b")} for i in (0, 1))
+    states = [tx.init(w)]
+
+    def update(_):
+        states.append(tx.update(g, states.pop(), w)[1])
+
+    compilations(update, 1, 2)
+    assert compilations(update, 3, 4) == 0

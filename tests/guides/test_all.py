@@ -6,6 +6,7 @@ Each of the other files of this folder runs those of some pages.
 from tests.guides import (
     test_choose,
     test_first_training,
+    test_larger_than_device,
     test_memory,
     test_methods,
     test_runs,
@@ -17,7 +18,7 @@ from tests.support.pages import GUIDES, NOTES, blocks
 
 FILES = (
     *(test_choose, test_first_training, test_memory, test_methods, test_runs),
-    *(test_scanned_layers, test_trainers),
+    *(test_larger_than_device, test_scanned_layers, test_trainers),
 )
 
 

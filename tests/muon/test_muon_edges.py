@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import jgrad
 from tests.cases import rank_two
@@ -187,6 +188,12 @@ MESSAGES = [
     (TypeError, "muon: `state.vw` at ['w']: an array of float32 and shape (3, 4), expected None; a state only "
      "fits the choice of leaves for which `init` made it.",
      lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
+    (ValueError, "muon: `mesh_axes` at ['w']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
+     "under `jit` matrices are of whole leaves.",
+     lambda: one_step(muon(matrices=MATRIX, mesh_axes={"w": PartitionSpec("data"), "b": None}))),
+    (TypeError, "muon: `coefficients`: ((2j, -1.5, 0.5),) of type tuple, expected one of "
+     f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",
+     lambda: muon(coefficients=((2j, -1.5, 0.5),))),
     (ValueError, "muon: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
      lambda: muon(weight_decay=0.1).update(X, muon().init(X))),
 ]  # fmt: skip

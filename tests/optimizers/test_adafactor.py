@@ -298,6 +298,15 @@ def test_packed_matrices():
     chex.assert_trees_all_close(jgrad.unpack(state).vw, whole.vw, rtol=1e-6)
 
 
+def test_a_number_of_python_is_trained():
+    """As other methods do: the first step is the learning rate times the size of the weight."""
+    w, g = {"b": 1.5}, {"b": 2.0}
+    tx = jgrad.adafactor(RATE)
+    updates, state = tx.update(g, tx.init(w), w)
+    np.testing.assert_allclose(updates["b"], -1.5 * RATE, rtol=1e-6)
+    assert state.vw["b"].shape == ()
+
+
 W = {"w": jnp.ones((4, 3))}
 OF_FACTORY = "expected a pair: what is added to squares, and the smallest scale."
 AGAIN = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`."

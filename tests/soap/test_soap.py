@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import chex
 import jax
@@ -323,11 +324,14 @@ def test_slopes_take_bases_for_constants(x64):
 
 
 def decompositions(f, *args):
-    """The shapes of what is decomposed in a program, by the names of the operations."""
+    """The shapes of what is decomposed on accelerators, by the names of the operations."""
     found = {}
 
     def visit(jaxpr):
         for equation in jaxpr.eqns:
+            if equation.params.get("branches_platforms"):  # the last is not that of CPUs
+                visit(equation.params["branches"][-1].jaxpr)
+                continue
             name = equation.primitive.name
             if name in ("eigh", "qr", "geqrf", "cond"):
                 found.setdefault(name, []).append(equation.invars[-1].aval.shape)
@@ -351,6 +355,16 @@ def test_bases_of_a_size_are_decomposed_together():
     assert len(found["cond"]) == 4
     assert sorted(found["eigh"]) == [(24, 8, 8), (24, 16, 16)]
     assert {(24, 8, 8), (24, 16, 16)} == set(found.get("geqrf", found.get("qr")))
+
+
+def test_a_cpu_decomposes_one_matrix_after_another():
+    """JAX divides a stack among threads of XLA, of which each device may hold one that waits."""
+    w = jnp.ones((3, 8, 8))
+    tx = soap(layer_axes=0)
+    text = jax.jit(tx.update).lower(w, tx.init(w), w).as_text()
+    operands = re.findall(r"custom_call @lapack.*: \((.*)\) ->", text)
+    assert len(operands) == 3  # of an eigh, and of both parts of a QR
+    assert {x.partition(",")[0] for x in operands} == {"tensor<8x8xf32>"}
 
 
 # ---- the state ---------------------------------------------------------------------------------

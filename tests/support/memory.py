@@ -2,6 +2,9 @@
 
 import jax
 
+from jgrad._quantized import words
+from jgrad._trees import host_memory
+
 
 def kinds(tree):
     """The memory of each array of a tree."""
@@ -18,3 +21,9 @@ def on_host(tree):
 def on_device(tree):
     """The tree in device memory."""
     return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def offloaded(state):
+    """The state as `offload` begins it: what is large in host memory, codes in words."""
+    state = words.large_to_words(state)
+    return host_memory.to_host(state, words.belong_on_host(state))

@@ -1,5 +1,6 @@
 """Variables of flax and boxes of linen: paths, and arrays in 8 bits."""
 
+import chex
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jgrad
 from jgrad._trees import trees, variables
 from tests.multi_device.meshes import mesh_of
+from tests.support.memory import on_device
 
 # Where flax has kept the names of mesh axes.
 KEYS = ("sharding", "out_sharding", "optimizer_sharding")
@@ -85,6 +87,33 @@ def test_sharding_of_scales(kind, case):
     assert isinstance(jax.tree.leaves(inside.mw, is_leaf=trees.is_leaf)[0], jgrad.Blocks)
     assert jax.tree.structure(params) == jax.tree.structure(inside.mw, is_leaf=trees.is_leaf)
     assert jax.tree.structure(variables.in_form_of(state, inside)) == jax.tree.structure(state)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 has no host memory.")
+@pytest.mark.parametrize("kind", ["linen", "out_sharding"])
+def test_words_in_host_memory(kind):
+    """In variables, as they are in arrays: with the names of codes, through steps, and in files."""
+    tx = jgrad.adam(1e-3, moment_dtype="8bit")
+    arrays = {"w": jnp.sin(jnp.arange(2.0**19)).reshape(1024, 512)}
+    params = {"w": box_of(kind, arrays["w"], ("x", "y"))}
+    there = jgrad.offload(tx)
+    state, plain = there.init(params), tx.init(params)
+    for part in ("codes", "scale"):
+        found, expected = (names_in(kind, getattr(x.mw["w"], part)) for x in (state, plain))
+        assert found == expected
+    new = jax.jit(there.update)(params, state, params)[1]
+    assert jax.tree.structure(new) == jax.tree.structure(state) == jax.tree.structure(plain)
+    assert [x.dtype for x in jax.tree.leaves(new)][1::2] == [jnp.int32, jnp.uint32]
+    _, expected = jax.jit(jgrad.offload(tx).update)(arrays, jgrad.offload(tx).init(arrays), arrays)
+    chex.assert_trees_all_equal(jax.tree.leaves(new), jax.tree.leaves(expected))
+    new = jax.jit(tx.update)(params, plain, params)[1]
+    moved, _ = jgrad.carry_over(new, like=state)
+    chex.assert_trees_all_equal(jgrad.pack(new, like=state), on_device(moved))
+    chex.assert_trees_all_equal(on_device(jgrad.unpack(moved)), new)
+    assert jgrad.leaf_programs(there, params) == jgrad.leaf_programs(tx, params)
+    sharding = NamedSharding(mesh_of(x=8), P(None, "x"))
+    codes, scale = jax.tree.leaves(jgrad.state_shardings(there, params, sharding).mw)
+    assert (codes.spec, codes.memory_kind, scale.spec) == (P(None, "x"), "pinned_host", P())
 
 
 @pytest.mark.parametrize(

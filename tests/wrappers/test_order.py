@@ -23,7 +23,7 @@ WRAPPERS = {
     "skip_nonfinite": jgrad.skip_nonfinite,
     "skip_nonfinite(loss_scale=)": lambda tx: jgrad.skip_nonfinite(tx, loss_scale=4.0),
     "skip_spikes": jgrad.skip_spikes,
-    "optax.MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+    "optax.MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
     "optax.apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
     "optax.conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step > 3),
     "master_weights": jgrad.master_weights,
@@ -99,6 +99,7 @@ BETWEEN = {
     "a chain": lambda tx: optax.chain(optax.clip(1.0), tx),
     "a partition": lambda tx: optax.partition({"a": tx, "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
     "another wrapper": lambda tx: jgrad.watch(optax.masked(tx, LEAVES)),
+    "a wrapper of optax": lambda tx: optax.apply_if_finite(tx, 3),
     "injected": lambda tx: optax.inject_hyperparams(
         lambda rate: optax.chain(tx, optax.scale(rate))
     )(1.0),
@@ -121,6 +122,7 @@ def test_wrong_orders(outer, inner):
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_through_what_is_between(between):
     refuses("accumulate", SCALED, between)
+    refuses("accumulate", "optax.MultiSteps", between)
 
 
 def test_all_other_orders_are_accepted():

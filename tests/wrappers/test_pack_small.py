@@ -51,6 +51,8 @@ def test_what_is_packed():
     assert len(everything.mw.buffers) == 4
     apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096).init(w)
     assert set(apart.mw.buffers) == {"leaf 3", "bfloat16 small", "float32 small"}
+    of_numpy = jgrad.pack_small(jgrad.adam(0.1), max_size=np.int64(300)).init(w)
+    assert of_numpy.mw.layout == state.mw.layout
 
 
 @pytest.mark.slow(one_in=3)

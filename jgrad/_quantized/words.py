@@ -1,0 +1,173 @@
+"""8-bit codes as words of 32 bits, as `offload` keeps them in host memory.
+
+XLA for TPUs tiles bytes otherwise on the host than on the device, so it would copy a whole stack of
+them for each layer. It does not with words, and four rows of codes on a TPU are the bytes of a row
+of words. The dtype of words says the codec, int32 for int8 and uint32 for uint8, and the scales say
+along which axis four codes are a word.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgrad._quantized.geometry import in_rows
+from jgrad._trees import checks, host_memory
+from jgrad._trees.forms import CODES, IN_WORD, Blocks, axis_of_words
+from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import barrier
+
+SCOPE = "jgrad:words"  # of what converts them, which mixes no elements
+
+_WORDS = {codes: words for words, codes in CODES.items()}
+
+
+def large_to_words(tree: PyTree) -> PyTree:
+    """The tree with words for those codes whose words belong in host memory."""
+
+    def converted(x: Blocks) -> Blocks:
+        codes, scale = jax.tree.leaves(x)
+        axis = _axis(codes) if in_rows(Blocks(codes, scale)) else None
+        if axis is None:
+            return x
+        is_large = host_memory.is_large_shape(_shape(codes.shape, axis, to_words=True))
+        return _with_codes(x, axis, _WORDS[codes.dtype]) if is_large else x
+
+    return _map_blocks(converted, tree)
+
+
+def belong_on_host(tree: PyTree) -> list[bool]:
+    """Which arrays do: of codes those in words, with their scales, and others that are large.
+
+    Scales of a matrix stay: XLA lays them out with rows along the lanes, where it cannot slice them
+    on the host, as an embedding is sliced.
+    """
+    found = []
+    for x in jax.tree.leaves(tree, is_leaf=_is_blocks):
+        if not _is_blocks(x):
+            found.append(host_memory.is_large(x))
+            continue
+        in_words, scale = _axis_of(x) is not None, jax.tree.leaves(x)[-1]
+        found += [in_words, in_words and scale.ndim > 2 and host_memory.is_large(scale)]
+    return found
+
+
+def to_codes(tree: PyTree) -> PyTree:
+    """The tree with codes for words, in the memory where these lie."""
+
+    def converted(x: Blocks) -> Blocks:
+        axis = _axis_of(x)
+        if axis is None:
+            return x
+        return _apart(_with_codes(x, axis, CODES[jax.tree.leaves(x)[0].dtype]))
+
+    return _map_blocks(converted, tree)
+
+
+def as_stored(new: PyTree, old: PyTree) -> PyTree:
+    """A tree with words where another one has them, and codes where that has codes."""
+    leaves, structure = jax.tree.flatten(new, is_leaf=_is_blocks)
+    axes = map(_axis_of, jax.tree.leaves(old, is_leaf=_is_blocks))
+    pairs = zip(leaves, axes, strict=True)
+    return structure.unflatten(x if _axis_of(x) == k else _along(x, k) for x, k in pairs)
+
+
+def _along(x: Blocks, axis: int | None) -> Blocks:
+    """An array with four codes in a word along an axis, or with none."""
+    x = to_codes(x)
+    return x if axis is None else _with_codes(_apart(x), axis, _WORDS[jax.tree.leaves(x)[0].dtype])
+
+
+def _apart(x: Blocks) -> Blocks:
+    """The same, so that XLA joins nothing with a step on codes, which stays the same program."""
+    codes, scale = jax.tree.leaves(x)
+    if isinstance(codes, jax.core.Tracer) and not host_memory.is_on_host(codes):
+        codes = barrier(codes)
+    return jax.tree.unflatten(jax.tree.structure(x), [codes, scale])
+
+
+def shapes(tree: PyTree) -> PyTree:
+    """The types of the arrays of a tree, with those of codes for words."""
+
+    def of_leaf(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
+
+    return to_codes(jax.tree.map(of_leaf, tree))
+
+
+def _is_blocks(x: object) -> bool:
+    return isinstance(x, Blocks)
+
+
+def _map_blocks(f: Callable[[Blocks], Blocks], tree: PyTree) -> PyTree:
+    """The tree with other 8-bit arrays; the same if there are none."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_blocks)
+    if not any(map(_is_blocks, leaves)):
+        return tree
+    return structure.unflatten(f(x) if _is_blocks(x) else x for x in leaves)
+
+
+def _axis_of(x: PyTree) -> int | None:
+    """Along which axis four codes are a word, of an array in 8 bits or of variables of one."""
+    parts = jax.tree.leaves(x) if _is_blocks(x) else ()
+    return axis_of_words(*parts) if len(parts) == len(Blocks._fields) else None
+
+
+def _axis(codes: jax.Array) -> int | None:
+    """Along which axis four codes become a word; None where they, or those of a shard, do not.
+
+    The last one of rows. Where that is as short as stacks of layers are, a longer one before it,
+    since words of several layers have no layers.
+    """
+    shard: tuple[int, ...] = jax.typeof(codes).sharding.shard_shape(codes.shape)
+    fits = [k for k, n in enumerate(shard[:-1]) if n % IN_WORD == 0]
+    return max(fits, key=lambda k: (codes.shape[k] >= host_memory.ROWS, k), default=None)
+
+
+def _shape(shape: tuple[int, ...], axis: int, *, to_words: bool) -> tuple[int, ...]:
+    n = shape[axis] // IN_WORD if to_words else shape[axis] * IN_WORD
+    return (*shape[:axis], n, *shape[axis + 1 :])
+
+
+def _with_codes(x: Blocks, axis: int, dtype: np.dtype) -> Blocks:
+    """The same codes as words of that dtype, or by themselves, in the memory where they lie."""
+    codes, scale = jax.tree.leaves(x)
+    return jax.tree.unflatten(jax.tree.structure(x), [_converted(codes, axis, dtype), scale])
+
+
+def _converted(x: Any, axis: int, dtype: np.dtype) -> Any:
+    shape = _shape(x.shape, axis, to_words=dtype in CODES)
+    by_numpy, by_jax = (
+        functools.partial(_in_dtype, axis=axis, dtype=dtype, bitcast=bitcast)
+        for bitcast in (_view, jax.lax.bitcast_convert_type)
+    )
+    if not checks.is_array(x):
+        return jax.ShapeDtypeStruct(shape, dtype)
+    if isinstance(x, np.ndarray):
+        return by_numpy(x)
+    is_here = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    if is_here and host_memory.is_on_host(x):
+        shards = x.shape[axis] // x.sharding.shard_shape(x.shape)[axis]
+        if shape[axis] % shards == 0:  # all layers together need not fit on the device
+            return jax.device_put(by_numpy(np.asarray(x)), x.sharding)
+    with jax.named_scope(SCOPE):
+        return host_memory.where_it_lies(by_jax, x)
+
+
+def _view(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    return np.ascontiguousarray(x).view(dtype)
+
+
+def _in_dtype(x: Any, axis: int, dtype: np.dtype, bitcast: Callable[[Any, np.dtype], Any]) -> Any:
+    shape = x.shape
+    if dtype in CODES:
+        x = x.reshape((*shape[:axis], shape[axis] // IN_WORD, IN_WORD, *shape[axis + 1 :]))
+        order = [k for k in range(x.ndim) if k != axis + 1]
+        x = bitcast(x.transpose([*order, axis + 1]), dtype)
+    else:
+        x = bitcast(x, dtype).reshape((*shape, IN_WORD))
+        order = list(range(len(shape)))
+        x = x.transpose([*order[: axis + 1], len(shape), *order[axis + 1 :]])
+    return x.reshape(_shape(shape, axis, to_words=dtype in CODES))
