@@ -90,6 +90,29 @@ def table(machine: Machine) -> str:
     return markdown.table(columns, rows)
 
 
+def rates(machine: Machine) -> str:
+    """From which these are computed."""
+    names = (
+        "products of matrices in bfloat16",
+        "training reaches",
+        "link to the host, each way",
+        "memory of the host, both ways",
+        "link and memory reach",
+    )
+
+    def cells(host: Host) -> list[str]:
+        per_second = (f"{x / 1e9:.0f} GB/s" if x < math.inf else "-" for x in host[2:])
+        return [
+            f"{host.flops / 1e12:.0f} TFLOP/s",
+            f"{machine.busy:.0%}",
+            *per_second,
+            f"{machine.reached:.0%}",
+        ]
+
+    columns = zip(names, *map(cells, HOSTS), strict=True)
+    return markdown.table(["", *(host.title for host in HOSTS)], columns)
+
+
 def _cells(found: tuple[Pass, Pass], machine: Machine) -> list[str]:
     return [
         f"{round(tokens(found, host, machine), -2):,.0f}; "
@@ -101,8 +124,8 @@ def _cells(found: tuple[Pass, Pass], machine: Machine) -> list[str]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    print("Tokens per step that hide the link; seconds of the link per billion parameters.\n")
-    print(table(Machine()))
+    print("Tokens per step for which computing takes as long; seconds per billion parameters.\n")
+    print(f"{table(Machine())}\n\n{rates(Machine())}")
 
 
 if __name__ == "__main__":
