@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import jgrad
-from studies import traffic
+from studies import host_traffic, traffic
 from tests.everywhere.test_recipes import LIMITS, OPERATIONS
 from tests.support.loops import train
 from tests.support.pages import GUIDES, PAGES, ROOT, blocks, page, rows, section
@@ -314,8 +314,26 @@ def test_targets():
 
 
 def test_figures_on_paper():
-    """The table is what the command prints."""
-    assert traffic.table(traffic.Machine()) in page("benchmarks/notes/on_paper.md")
+    """The tables are what the commands print."""
+    machine, there = traffic.Machine(), page("benchmarks/notes/on_paper.md")
+    assert traffic.table(machine) in there
+    assert host_traffic.table(machine) in there
+    assert host_traffic.rates(machine) in there
+
+
+def test_bytes_over_the_link():
+    """By hand: float32 moments need 8 bytes each way beside 6 operations per token."""
+    v5e, machine = host_traffic.HOSTS[0], traffic.Machine()
+    found = host_traffic.passes(8.0, weights=False)
+    expected = 8 / (0.8 * 16e9) * (0.4 * 197e12) / 6
+    assert host_traffic.tokens(found, v5e, machine) == pytest.approx(expected)
+    # With few bytes of moments, the weights of the forward pass decide.
+    found = host_traffic.passes(2.0, weights=True)
+    expected = 2 / (0.8 * 16e9) * (0.4 * 197e12) / 2
+    assert host_traffic.tokens(found, v5e, machine) == pytest.approx(expected)
+    # New ones go back while others come, but the memory of a host does one or the other.
+    gh200 = host_traffic.HOSTS[2]
+    assert host_traffic.seconds(found[1], gh200, machine) == pytest.approx(8 / (0.8 * 512e9))
 
 
 def test_figures_of_choose_stand_on_the_pages_that_are_linked():

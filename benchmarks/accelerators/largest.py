@@ -2,16 +2,17 @@
 
 A train step on one sequence of 2048 tokens, whose layers are computed once more in the backward
 pass, of decoders with the widths and layers of published models. For each optimizer it is compiled
-for larger and larger ones, until one does not fit. Nothing runs.
+for larger and larger ones, until one does not fit. Nothing runs. Where weights and state are in
+host memory, the inputs of layers are, too.
 
-An hour on two cores. `--only` picks rows by "target recipe", `--write` keeps what was found in
+Two hours on two cores. `--only` picks rows by "target recipe", `--write` keeps what was found in
 `largest.json` and writes the table of `docs/four_bytes.md`.
 """
 
 import functools
 import json
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,9 @@ from absl import app, flags, logging
 import jgrad
 from benchmarks import markdown
 from benchmarks.accelerators import llama, targets, train_steps
-from benchmarks.accelerators.llama import FAMILY
+from benchmarks.accelerators.llama import FAMILY, INPUTS_ON_HOST
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, ON_HOST, RECIPES, Recipe
+from benchmarks.accelerators.train_steps import ALL, FORMS, RECIPES, STATE, Recipe
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("largest.json")
@@ -49,6 +50,10 @@ def _adafactor() -> optax.GradientTransformation:
     return jgrad.stochastic_rounding(jgrad.adafactor(1e-2, layer_axes=llama.LAYER_AXES))
 
 
+def _on_host(moments: Any, what: str, guess: float) -> Row:
+    return Row(train_steps.on_host(moments, what), _IN_BACKWARD, guess)
+
+
 _OF_OPTAX = RECIPES["AdamW of optax"]
 _EIGHT_BITS = RECIPES["bf16: stochastic(AdamW, 8 bits)"]
 _USUAL, _IN_BACKWARD = FORMS
@@ -58,8 +63,17 @@ ROWS = {
     "AdamW, float32, in the backward pass": Row(RECIPES["AdamW"], _IN_BACKWARD, 13.5),
     "AdamW in 8 bits, bfloat16": Row(_EIGHT_BITS, _USUAL, 6.5),
     "AdamW in 8 bits, bfloat16, in the backward pass": Row(_EIGHT_BITS, _IN_BACKWARD, 4.5),
-    "AdamW, float32 moments in host memory, bfloat16, in the backward pass": Row(
-        ON_HOST, _IN_BACKWARD, 3.4
+    "AdamW, float32 moments in host memory, bfloat16, in the backward pass": _on_host(
+        None, STATE, 2.5
+    ),
+    "AdamW, bfloat16, all in host memory, float32 moments, in the backward pass": _on_host(
+        None, ALL, 0.4
+    ),
+    "AdamW, bfloat16, all in host memory, bfloat16 moments, in the backward pass": _on_host(
+        jnp.bfloat16, ALL, 0.2
+    ),
+    "AdamW, bfloat16, all in host memory, 8-bit moments, in the backward pass": _on_host(
+        "8bit", ALL, 0.2
     ),
     "Adafactor, bfloat16, in the backward pass": Row(
         Recipe(_adafactor, jnp.bfloat16), _IN_BACKWARD, 2.6
@@ -76,12 +90,16 @@ class Result(NamedTuple):
       recipe: one of `ROWS`.
       model: one of `FAMILY`.
       peak: bytes; None where the compiler says that it is too large.
+      host: bytes of arguments in host memory.
+      seconds: that compiling took; None where nobody wrote it down.
     """
 
     target: str
     recipe: str
     model: str
     peak: int | None
+    host: int = 0
+    seconds: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -93,14 +111,16 @@ def compiled(target: str, row: str, name: str) -> Result:
     """A train step."""
     (recipe, form, _), model = ROWS[row], FAMILY[name]
     params, tokens = llama.shapes(model, recipe.dtype), jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
-    loss = functools.partial(llama.loss, model)
+    remat = INPUTS_ON_HOST if recipe.on_host == ALL else True
+    loss = functools.partial(llama.loss, model, remat=remat)
     try:
         counts = train_steps.compiled(TARGETS[target], recipe, form, loss, params, tokens).counts
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Result(target, row, name, None)
-    return Result(target, row, name, counts.arguments + counts.temporaries)
+    peak = counts.arguments + counts.temporaries
+    return Result(target, row, name, peak, counts.host, round(counts.seconds))
 
 
 def largest(target: str, row: str) -> Result:
@@ -127,7 +147,10 @@ def known() -> dict[tuple[str, str], Result]:
 
 
 def table(found: dict[tuple[str, str], Result]) -> str:
-    """In Markdown, a row for each recipe: parameters, and bytes for each of them."""
+    """In Markdown, a row for each recipe: parameters, and bytes for each of them.
+
+    Behind these, what is in host memory.
+    """
     machines = [x for x in MACHINES if any(target == x for target, _ in found)]
     columns = ["optimizer", *(f"{TARGETS[x].title}, {_memory(x)}" for x in machines)]
     return markdown.table(
@@ -144,7 +167,8 @@ def _cell(found: Result | None) -> str:
     if found is None or not found.fits or found.peak is None:
         return "-"
     size = llama.size(FAMILY[found.model])
-    return f"{size / 1e9:.1f} B: {found.model} ({found.peak / size:.2f})"
+    on_host = f", {found.host / 1e9:.0f} GB on the host" if found.host else ""
+    return f"{size / 1e9:.1f} B: {found.model} ({found.peak / size:.2f}){on_host}"
 
 
 def main(argv: list[str]) -> None:
@@ -162,7 +186,8 @@ def main(argv: list[str]) -> None:
                 continue
             if flags.FLAGS.only in f"{target} {recipe}":
                 found[target, recipe] = largest(target, recipe)
-                print(f"{target} {recipe}: {_cell(found[target, recipe])}", flush=True)
+                result = found[target, recipe]
+                print(f"{target} {recipe}: {_cell(result)}; {result.seconds} s", flush=True)
                 if flags.FLAGS.write:
                     rows = [x._asdict() for x in (known() | found).values()]
                     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")

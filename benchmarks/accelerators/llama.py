@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 import jgrad
@@ -66,6 +67,14 @@ MODELS = {
     "70 B": Decoder(layers=80, width=8192, hidden=28672, heads=64),
 }
 
+# For `remat`: what the backward pass starts from in each layer lies in host memory until then.
+INPUTS_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["input"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
 # Leaves below "layers" are stacks of layers.
 LAYER_AXES = {"embedding": None, "head": None, "norm": None, "layers": 0}
 
@@ -101,7 +110,12 @@ def size(model: Decoder) -> int:
 
 
 def loss(
-    model: Decoder, params: Any, tokens: jax.Array, over: NamedSharding | None = None
+    model: Decoder,
+    params: Any,
+    tokens: jax.Array,
+    over: NamedSharding | None = None,
+    *,
+    remat: Any = True,
 ) -> jax.Array:
     """Cross-entropy of each token given those before it; products in bfloat16.
 
@@ -110,6 +124,7 @@ def loss(
       params: its leaves.
       tokens: integers of shape (sequences, length).
       over: how sequences are spread over chips; None on one device.
+      remat: of `scan_layers`; a policy knows the input of a layer as "input".
     """
 
     def spread(x: jax.Array) -> jax.Array:
@@ -130,13 +145,14 @@ def loss(
         return times(mixed.reshape(*x.shape[:2], -1), layer["out"])
 
     def block(layer: Any, x: jax.Array) -> jax.Array:
+        x = checkpoint_name(x, "input")
         x = x + attention(normed(x, layer["norm_1"]), layer)
         h = normed(x, layer["norm_2"])
         gated = jax.nn.silu(times(h, layer["gate"])) * times(h, layer["up"])
         return spread(x + times(gated, layer["down"]))
 
     x = spread(params["embedding"].astype(jnp.bfloat16)[tokens])
-    x = jgrad.scan_layers(block, params["layers"], x)
+    x = jgrad.scan_layers(block, params["layers"], x, remat=remat)
     logits = times(normed(x, params["norm"]), params["head"]).astype(jnp.float32)
     each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
     return each.mean()

@@ -95,6 +95,10 @@ def on_host(moment_dtype: Any, what: str) -> Recipe:
 
 
 ON_HOST = on_host(None, STATE)
+ON_HOSTS = {
+    f"bf16: stochastic(AdamW in bfloat16){what and f', {what} on the host'}": on_host(_BF16, what)
+    for what in ("", STATE, ALL)
+}
 
 
 def shapes(model: str, dtype: Any) -> dict[str, Any]:
@@ -128,9 +132,14 @@ def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean(((x @ params["head"]) - y).astype(jnp.float32) ** 2)
 
 
+def transformation(recipe: Recipe) -> optax.GradientTransformation:
+    """The optimizer, with its state where the recipe has it."""
+    return jgrad.offload(recipe.make()) if recipe.on_host else recipe.make()
+
+
 def step_of(recipe: Recipe, form: str, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
     """(params, state, *args of the loss) -> (params, state, value)."""
-    tx = jgrad.offload(recipe.make()) if recipe.on_host else recipe.make()
+    tx = transformation(recipe)
     if form == FORMS[1]:
         return jgrad.step_in_backward(tx, loss, first_pass=recipe.first_pass)
 
@@ -153,7 +162,7 @@ def compiled(
     target: Target, recipe: Recipe, form: str, loss: Callable[..., Any], params: Any, *args: Any
 ) -> Program:
     """The step of a model of these shapes, on one device, which may write over what it is given."""
-    tx = jgrad.offload(recipe.make()) if recipe.on_host else recipe.make()
+    tx = transformation(recipe)
     jax.clear_caches()
     program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     is_there = [x.memory_space == jax.memory.Space.Host for x in program.out_avals]

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.accelerators import hlo, program, recipes, train_steps
 from benchmarks.measure import Ratio, in_turn
 from benchmarks.programs import Program
+
+_HOST = jax.memory.Space.Host
 
 _IN_A_ROW = 10  # steps, so that launching one hides behind another
 _COPIED = 2**26  # elements of float32: more than caches hold
@@ -97,6 +100,10 @@ def _rows() -> Iterator[Row]:
     ):
         yield Row(TRAIN, recipe, usual, first)
         yield Row(TRAIN, recipe, in_backward, (recipe, usual))
+    on_device, *on_host = train_steps.ON_HOSTS
+    yield Row(TRAIN, on_device, in_backward, first)
+    for recipe in on_host:
+        yield Row(TRAIN, recipe, in_backward, (on_device, in_backward))
     for form in ("tree", "packed"):
         yield Row("many", "AdamW", form, ("AdamW", "optax"))
 
@@ -121,8 +128,12 @@ class Task(NamedTuple):
 
     @property
     def carry(self) -> Any:
-        """Shapes."""
-        return jax.eval_shape(self.first, self.params)
+        """Shapes, and which of them are in host memory."""
+        jax.clear_caches()  # types are those of the trace, and no cache may have them
+        traced, shapes = jax.make_jaxpr(self.first, return_shape=True)(self.params)
+        pairs = zip(jax.tree.leaves(shapes), traced.out_avals, strict=True)
+        leaves = [_on_host(x) if y.memory_space == _HOST else x for x, y in pairs]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def start(self) -> Program:
         """Compiled, and then given arrays."""
@@ -149,8 +160,8 @@ def task(work: str, recipe: str, form: str, settings: Settings) -> Task:
 
 def _train_step(recipe: str, form: str, settings: Settings) -> Task:
     """Its carry has the loss, too."""
-    found = train_steps.RECIPES[recipe]
-    step, init = train_steps.step_of(found, form), found.make().init
+    found = (train_steps.RECIPES | train_steps.ON_HOSTS)[recipe]
+    step, init = train_steps.step_of(found, form), train_steps.transformation(found).init
     params, batch = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(_shorter(x.shape, settings), x.dtype), tree)
         for tree in (
@@ -158,12 +169,21 @@ def _train_step(recipe: str, form: str, settings: Settings) -> Task:
             jax.ShapeDtypeStruct((settings.tokens, train_steps.WIDTH), found.dtype),
         )
     )
+    if found.on_host == train_steps.ALL:
+        params["layers"] = jax.tree.map(_on_host, params["layers"])
     return Task(
         lambda carry, inputs: step(*carry[:2], *inputs),
         lambda w: (w, init(w), jnp.zeros(())),
         params,
         (batch, batch),
     )
+
+
+def _on_host(shape: Any) -> Any:
+    """The same in host memory; only with a mesh is that a part of its type."""
+    mesh = Mesh(np.array(jax.local_devices()[:1]), ("x",))
+    sharding = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def _shorter(shape: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
@@ -174,7 +194,12 @@ def _shorter(shape: tuple[int, ...], settings: Settings) -> tuple[int, ...]:
 def _numbers(shapes: Any) -> Any:
     """Small random arrays, made on the host, so that the device never holds another copy."""
     some = 0.02 * np.random.default_rng(0).standard_normal(2**20, np.float32)
-    return jax.tree.map(lambda x: jnp.array(np.resize(some, x.shape).astype(x.dtype)), shapes)
+
+    def numbers(x: Any) -> jax.Array:
+        found = np.resize(some, x.shape).astype(x.dtype)
+        return jax.device_put(found, x.sharding) if x.sharding else jnp.array(found)
+
+    return jax.tree.map(numbers, shapes)
 
 
 class Measured(NamedTuple):

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jgrad
 from benchmarks.accelerators import backward
 from benchmarks.accelerators.backward import Peak, Row
+from benchmarks.accelerators.llama import INPUTS_ON_HOST
 from benchmarks.accelerators.targets import TARGETS
 from benchmarks.accelerators.train_steps import (
     ALL,
@@ -118,6 +120,31 @@ def test_one_layer_is_on_the_device(target, what, dtype, layers):
     assert any("S(5)" in x for x in stacks)
     assert all("S(5)" in x or (what == STATE and dtype is BF16) for x in stacks)
     assert not any("S(5)" in x and x.endswith(" copy") for x in stacks)
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("target", ["v5e"], indirect=True)
+@pytest.mark.parametrize(("form", "what"), [(FORMS[0], STATE), (BACKWARD, ALL)])
+def test_inputs_of_layers_are_on_the_host(target, form, what):
+    """By a policy of JAX: they are more than what is on the device, and nowhere copied."""
+    layers, tokens = 8, 2**15
+    params = {"up": jax.ShapeDtypeStruct((layers, WIDTH, WIDTH), BF16)}
+    params["down"] = params["up"]
+
+    def loss(params, x):
+        def named(layer, x):
+            return block(layer, checkpoint_name(x, "input"))
+
+        x = jgrad.scan_layers(named, params, x, remat=INPUTS_ON_HOST)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((tokens, WIDTH), BF16)
+    program = compiled(target, on_host(BF16, what), form, loss, params, x)
+    counts, stored = program.counts, 2 * layers * x.size
+    assert counts.arguments + counts.temporaries < 0.9 * stored
+    stacks = re.findall(rf"bf16\[{layers},{tokens},{WIDTH}\]{{[^}}]*}} ?[\w-]*", program.text)
+    assert stacks
+    assert all("S(5)" in x and not x.endswith(" copy") for x in stacks)
 
 
 @pytest.mark.accelerators

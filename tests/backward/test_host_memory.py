@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
@@ -389,6 +390,75 @@ def test_generation_with_layers_on_the_host():
     np.testing.assert_array_equal(found, jax.jit(forward)(params["layers"], x, scales))
     shapes = [(models.WIDTH, models.HIDDEN), (models.HIDDEN, models.WIDTH), (models.WIDTH,)]
     assert sorted(moves(forward, *given)) == sorted((shape, False) for shape in shapes)
+
+
+# ---- the inputs of layers ------------------------------------------------------------------------
+
+OFFLOADED = {
+    "inputs": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "products": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+def named_loss(params, x, *, remat):
+    def block(layer, x):
+        return models.block(layer, checkpoint_name(x, "input"))
+
+    x = jgrad.scan_layers(block, params["layers"], jnp.tanh(x @ params["first"]), remat=remat)
+    return jnp.mean(jnp.square((x @ params["last"]).astype(jnp.float32)))
+
+
+@pytest.mark.slow(always=[f"{form}-all-inputs" for form in FORMS])
+@pytest.mark.parametrize("policy", OFFLOADED)
+@pytest.mark.parametrize("place", ["none", "all"])
+@pytest.mark.parametrize("form", FORMS)
+def test_stored_on_the_host(form, place, policy):
+    """What a policy of JAX offloads changes no bit of a step, wherever weights and state lie."""
+    params, tx, batches = models.params(), adam(), [models.batch(i) for i in range(2)]
+    state, found = tx.init(params), []
+    given = PLACES["all"](params, state) if place == "all" else (params, state)
+    for remat, start in ((OFFLOADED[policy], given), (True, (params, state))):
+        loss = functools.partial(named_loss, remat=remat)
+        with FORMS[form]():
+            step = jgrad.step_in_backward(tx, loss, first_pass=True)
+            found.append(models.run(step, *start, batches))
+    models.assert_equal(on_device(found[0]), found[1])
+
+
+def test_stored_on_the_host_by_a_gradient():
+    """The same outside of a step, with layers there or not."""
+    params, x = models.params(), models.batch()
+    grad = jax.jit(jax.value_and_grad(named_loss), static_argnames="remat")
+    expected = grad(params, x, remat=True)
+    for given in (params, params | {"layers": on_host(params["layers"])}):
+        found = grad(given, x, remat=OFFLOADED["inputs"])
+        models.assert_equal(on_device(found), expected)
+
+
+@pytest.mark.parametrize("policy", OFFLOADED)
+@pytest.mark.parametrize("form", ["a gradient", "in the backward pass"])
+def test_what_is_stored_on_the_host_is_nowhere_else(form, policy):
+    """No carry is stored beside the inputs; it is beside products, which are computed from it."""
+    params, tx = models.params(), adam()
+    loss = functools.partial(named_loss, remat=OFFLOADED[policy])
+    step, given = jax.grad(loss), (params, models.batch())
+    if form != "a gradient":
+        step, given = jgrad.step_in_backward(tx, loss), (params, tx.init(params), models.batch())
+    with forced():
+        program = jax.make_jaxpr(step)(*given).jaxpr
+    stacks = {
+        (x.aval.shape[2], x.aval.memory_space == jax.memory.Space.Host)
+        for eqn in inner_equations(program.eqns)
+        for x in eqn.outvars
+        if x.aval.shape[:2] == (models.LAYERS, models.ROWS)
+    }
+    of_products = {(models.WIDTH, False), (models.HIDDEN, True)}
+    assert stacks == ({(models.WIDTH, True)} if policy == "inputs" else of_products)
 
 
 # ---- models --------------------------------------------------------------------------------------

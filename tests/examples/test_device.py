@@ -8,6 +8,7 @@ import sys
 import jax
 import pytest
 
+from benchmarks.accelerators.train_steps import FORMS, ON_HOSTS
 from benchmarks.device import rows
 from benchmarks.device.rows import ROWS, TRAIN, WORKS, Settings
 from benchmarks.methods import METHODS
@@ -93,6 +94,15 @@ def test_only_of_no_row():
 
 
 # ---- a row -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "count"), [*zip(ON_HOSTS, (0, 4, 6), strict=True)])
+def test_what_a_row_has_in_host_memory(recipe, count):
+    """Both moments of both stacks, and the stacks themselves, before a step and behind it."""
+    task = rows.task(TRAIN, recipe, FORMS[1], Settings(small=True))
+    program = jax.make_jaxpr(task.step)(task.carry, task.inputs)
+    for types in (program.in_avals, program.out_avals):
+        assert sum(x.memory_space == jax.memory.Space.Host for x in types) == count
 
 
 @pytest.mark.parametrize(
