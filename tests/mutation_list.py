@@ -146,7 +146,7 @@ MUTATIONS = [
     Mutation("once", "a schedule is computed for each leaf", "X / jax.lax.stop_gradient(_)", "X", "tests/everywhere/test_recipes.py -k operations"),
     Mutation("_in_state", "moments that go around the door are cast", "not fits", "False", "tests/inputs/test_moments.py"),
     Mutation("leafwise.run", "results of a batch in another order", "zip(*of_leaves, strict=True)", "zip(*of_leaves[::-1], strict=True)", "tests/arithmetic"),
-    Mutation("leafwise.run", "keys of random bits keep a trace that fails", "_put_apart(_)", "None", TOLD + " -k is_forgotten"),
+    Mutation("leafwise.run", "keys of random bits keep a trace that fails", "_put_apart(lists, found)", "None", TOLD + " -k is_forgotten"),
     Mutation("add_scaled", "momentum and decay without their factors", "functools.reduce(scaled, _, X)", "X", MATRIX),
     Mutation("add_scaled", "momentum and decay overflow", "numerics.addable(X)", "X", "tests/arithmetic"),
     Mutation("add_scaled", "momentum and decay have the other sign", "X + Y", "X - Y", MATRIX),

@@ -34,7 +34,7 @@ class Counts(NamedTuple):
       arguments: bytes.
       temporaries: bytes beside arguments. Where the memory of a TPU is plenty, XLA packs arrays
         loosely: then those that live at once.
-      host: bytes of arguments in host memory.
+      host: bytes of arguments and temporaries in host memory.
       peak: bytes of all that lives at once, where the compiler says it; else 0.
       seconds: of tracing, lowering and compiling.
     """
@@ -101,7 +101,7 @@ class Program:
             collectives=hlo.collectives(self.text),
             arguments=arguments,
             temporaries=min(temporaries, peak - arguments) if peak else temporaries,
-            host=memory.host_argument_size_in_bytes,
+            host=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
             peak=peak,
             seconds=seconds,
         )

@@ -21,7 +21,7 @@ from jgrad._trees.shardings import barrier
 
 SCOPE = "jgrad:words"  # of what converts them, which mixes no elements
 
-_WORDS = {codes: words for words, codes in CODES.items()}
+_OTHERS = CODES | {codes: words for words, codes in CODES.items()}
 
 
 def large_to_words(tree: PyTree) -> PyTree:
@@ -30,10 +30,9 @@ def large_to_words(tree: PyTree) -> PyTree:
     def converted(x: Blocks) -> Blocks:
         codes, scale = jax.tree.leaves(x)
         axis = _axis(codes) if in_rows(Blocks(codes, scale)) else None
-        if axis is None:
+        if axis is None or not host_memory.is_large_shape(_shape(codes, axis)):
             return x
-        is_large = host_memory.is_large_shape(_shape(codes.shape, axis, to_words=True))
-        return _with_codes(x, axis, _WORDS[codes.dtype]) if is_large else x
+        return _converted(x, axis)
 
     return _map_blocks(converted, tree)
 
@@ -59,33 +58,24 @@ def to_codes(tree: PyTree) -> PyTree:
 
     def converted(x: Blocks) -> Blocks:
         axis = _axis_of(x)
-        if axis is None:
-            return x
-        return _apart(_with_codes(x, axis, CODES[jax.tree.leaves(x)[0].dtype]))
+        return x if axis is None else _apart(_converted(x, axis))
 
     return _map_blocks(converted, tree)
 
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree with words where another one has them, and codes where that has codes."""
-    leaves, structure = jax.tree.flatten(new, is_leaf=_is_blocks)
+
+    def like(x: PyTree, axis: int | None) -> PyTree:
+        if _axis_of(x) == axis:
+            return x
+        x = to_codes(x)
+        return x if axis is None else _converted(_apart(x), axis)
+
+    leaves = jax.tree.leaves(new, is_leaf=_is_blocks)
     axes = map(_axis_of, jax.tree.leaves(old, is_leaf=_is_blocks))
-    pairs = zip(leaves, axes, strict=True)
-    return structure.unflatten(x if _axis_of(x) == k else _along(x, k) for x, k in pairs)
-
-
-def _along(x: Blocks, axis: int | None) -> Blocks:
-    """An array with four codes in a word along an axis, or with none."""
-    x = to_codes(x)
-    return x if axis is None else _with_codes(_apart(x), axis, _WORDS[jax.tree.leaves(x)[0].dtype])
-
-
-def _apart(x: Blocks) -> Blocks:
-    """The same, so that XLA joins nothing with a step on codes, which stays the same program."""
-    codes, scale = jax.tree.leaves(x)
-    if isinstance(codes, jax.core.Tracer) and not host_memory.is_on_host(codes):
-        codes = barrier(codes)
-    return jax.tree.unflatten(jax.tree.structure(x), [codes, scale])
+    stored = [like(x, k) for x, k in zip(leaves, axes, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(new, is_leaf=_is_blocks), stored)
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -103,10 +93,9 @@ def _is_blocks(x: object) -> bool:
 
 def _map_blocks(f: Callable[[Blocks], Blocks], tree: PyTree) -> PyTree:
     """The tree with other 8-bit arrays; the same if there are none."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_blocks)
-    if not any(map(_is_blocks, leaves)):
+    if not any(map(_is_blocks, jax.tree.leaves(tree, is_leaf=_is_blocks))):
         return tree
-    return structure.unflatten(f(x) if _is_blocks(x) else x for x in leaves)
+    return jax.tree.map(lambda x: f(x) if _is_blocks(x) else x, tree, is_leaf=_is_blocks)
 
 
 def _axis_of(x: PyTree) -> int | None:
@@ -126,21 +115,31 @@ def _axis(codes: jax.Array) -> int | None:
     return max(fits, key=lambda k: (codes.shape[k] >= host_memory.ROWS, k), default=None)
 
 
-def _shape(shape: tuple[int, ...], axis: int, *, to_words: bool) -> tuple[int, ...]:
-    n = shape[axis] // IN_WORD if to_words else shape[axis] * IN_WORD
-    return (*shape[:axis], n, *shape[axis + 1 :])
-
-
-def _with_codes(x: Blocks, axis: int, dtype: np.dtype) -> Blocks:
-    """The same codes as words of that dtype, or by themselves, in the memory where they lie."""
+def _apart(x: Blocks) -> Blocks:
+    """The same, so that XLA joins nothing with a step on codes, which stays the same program."""
     codes, scale = jax.tree.leaves(x)
-    return jax.tree.unflatten(jax.tree.structure(x), [_converted(codes, axis, dtype), scale])
+    if isinstance(codes, jax.core.Tracer) and not host_memory.is_on_host(codes):
+        codes = barrier(codes)
+    return jax.tree.unflatten(jax.tree.structure(x), [codes, scale])
 
 
-def _converted(x: Any, axis: int, dtype: np.dtype) -> Any:
-    shape = _shape(x.shape, axis, to_words=dtype in CODES)
+def _shape(x: Any, axis: int) -> tuple[int, ...]:
+    """Of words of codes, or of the codes of words."""
+    n = x.shape[axis] * IN_WORD if x.dtype in CODES else x.shape[axis] // IN_WORD
+    return (*x.shape[:axis], n, *x.shape[axis + 1 :])
+
+
+def _converted(x: Blocks, axis: int) -> Blocks:
+    """Words for codes, or codes for words, in the memory where they lie."""
+    codes, scale = jax.tree.leaves(x)
+    return jax.tree.unflatten(jax.tree.structure(x), [_other(codes, axis), scale])
+
+
+def _other(x: Any, axis: int) -> Any:
+    """The words of codes, or the codes of words."""
+    shape, dtype = _shape(x, axis), _OTHERS[x.dtype]
     by_numpy, by_jax = (
-        functools.partial(_in_dtype, axis=axis, dtype=dtype, bitcast=bitcast)
+        functools.partial(_bits, shape=shape, dtype=dtype, axis=axis, bitcast=bitcast)
         for bitcast in (_view, jax.lax.bitcast_convert_type)
     )
     if not checks.is_array(x):
@@ -160,14 +159,15 @@ def _view(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return np.ascontiguousarray(x).view(dtype)
 
 
-def _in_dtype(x: Any, axis: int, dtype: np.dtype, bitcast: Callable[[Any, np.dtype], Any]) -> Any:
-    shape = x.shape
-    if dtype in CODES:
-        x = x.reshape((*shape[:axis], shape[axis] // IN_WORD, IN_WORD, *shape[axis + 1 :]))
-        order = [k for k in range(x.ndim) if k != axis + 1]
-        x = bitcast(x.transpose([*order, axis + 1]), dtype)
-    else:
-        x = bitcast(x, dtype).reshape((*shape, IN_WORD))
+def _bits(
+    x: Any, shape: tuple[int, ...], dtype: np.dtype, axis: int, bitcast: Callable[..., Any]
+) -> Any:
+    """The same bits in another shape and dtype: bytes of a word come after those of its axis."""
+    if x.dtype in CODES:
+        x = bitcast(x, dtype).reshape((*x.shape, IN_WORD))
         order = list(range(len(shape)))
-        x = x.transpose([*order[: axis + 1], len(shape), *order[axis + 1 :]])
-    return x.reshape(_shape(shape, axis, to_words=dtype in CODES))
+        order.insert(axis + 1, len(shape))
+        return x.transpose(order).reshape(shape)
+    x = x.reshape((*shape[: axis + 1], IN_WORD, *shape[axis + 1 :]))
+    order = [*(k for k in range(x.ndim) if k != axis + 1), axis + 1]
+    return bitcast(x.transpose(order), dtype).reshape(shape)

@@ -48,7 +48,7 @@ def is_array(x: Any) -> bool:
 
 
 def is_large(x: Any) -> bool:
-    """Whether it is an array that is worth a copy, and can be sliced in host memory; not of bytes."""
+    """Whether it is an array that is worth a copy, and can be sliced in host memory: not bytes."""
     return is_array(x) and x.dtype.itemsize > 1 and is_large_shape(x.shape)
 
 

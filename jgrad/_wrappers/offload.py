@@ -36,6 +36,12 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     where elements are not computed each by itself, as for the norms of `hyperball` and the factors
     of `soap`. Such an `init` is compiled, and its results are those of `jax.jit(tx.init)`.
 
+    Of moments in 8 bits, four codes are a word of 32 bits on the host, since XLA for TPUs would
+    copy a whole stack of bytes to slice it. That takes a last axis of a multiple of 256, and
+    another one of a multiple of 4; other codes stay on the device. `unpack(state)` has codes again:
+    save that, since a file should not depend on where a state lay. `pack(restored,
+    like=tx.init(params))` and `carry_over` make words where `like` has them.
+
     In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
     only that of the current layer is, fetched while the gradient is computed, and an embedding is
     updated in slices of rows. The weights may lie in host memory, too; see `step_in_backward`.

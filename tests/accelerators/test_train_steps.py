@@ -90,7 +90,11 @@ ON_HOSTS = {
     (ALL, None, 32): (0.6, 10),
     (ALL, BF16, 16): (0.55, 6),
     (ALL, BF16, 32): (0.28, 6),
+    (STATE, "8bit", 16): (2.5, 2),
+    (ALL, "8bit", 32): (0.28, 4),
 }
+# The dtypes of moments, and how many of their rows are one on the host.
+STORED = {None: ("f32", 1), BF16: ("bf16", 1), "8bit": ("[su]32", 4)}
 
 
 @pytest.mark.accelerators
@@ -114,12 +118,35 @@ def test_one_layer_is_on_the_device(target, what, dtype, layers):
     on_device, on_the_host = ON_HOSTS[what, dtype, layers]
     assert (counts.arguments + counts.temporaries) / size <= on_device
     assert round(counts.host / size, 1) == on_the_host
-    of_moments = "f32" if dtype is None else "bf16"
-    matrices = rf"{of_moments}\[{layers},(?:{WIDTH}|{HIDDEN}),\d+\]"
+    of_moments, rows = STORED[dtype]
+    matrices = rf"{of_moments}\[{layers},(?:{WIDTH // rows}|{HIDDEN // rows}),\d+\]"
     stacks = re.findall(matrices + r"{[^}]*} ?[\w-]*", program.text)
     assert any("S(5)" in x for x in stacks)
     assert all("S(5)" in x or (what == STATE and dtype is BF16) for x in stacks)
     assert not any("S(5)" in x and x.endswith(" copy") for x in stacks)
+    assert program.text.count("tpu_custom_call") == (2 if dtype == "8bit" else 0)
+
+
+@pytest.mark.accelerators
+@pytest.mark.parametrize("target", ["v5e"], indirect=True)
+def test_slices_of_words(target):
+    """Of an embedding that is updated in slices of rows, each by a kernel; its scales stay."""
+    rows, size = 2**15, 2**25 + 2**21
+    shapes = {"table": (rows, WIDTH), "layers": (2, WIDTH, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(x, BF16) for name, x in shapes.items()}
+
+    def loss(params, x):
+        x = params["table"][x]
+        x = jgrad.scan_layers(lambda w, x: x + jnp.tanh(x @ w), params["layers"], x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((TOKENS,), jnp.int32)
+    program = compiled(target, on_host("8bit", STATE), BACKWARD, loss, params, x)
+    assert round(program.counts.host / size, 1) == 2
+    assert (program.counts.arguments + program.counts.temporaries) / size <= 5
+    moved = re.findall(rf"[su]32\[{rows // 4},{WIDTH}\]{{[^}}]*}} copy", program.text)
+    assert not moved
+    assert program.text.count("tpu_custom_call") == 2
 
 
 @pytest.mark.accelerators

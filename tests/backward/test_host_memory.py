@@ -28,6 +28,7 @@ from tests.backward.recipes import (
     muon,
 )
 from tests.multi_device.meshes import mesh_of
+from tests.support.eight_bits import moments
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
 
@@ -82,7 +83,7 @@ IN_8_BITS = {name: RECIPES[name] for name in ("8 bits", "stochastic", "all")} | 
     "momentum": Recipe(
         lambda: jgrad.gradient_descent(1e-2, momentum=0.9, moment_dtype="8bit"), sizes=WIDE
     ),
-    "muon": Recipe(lambda: muon(moment_dtype="8bit"), sizes=WIDE),
+    "muon": Recipe(lambda: muon(moment_dtype="8bit"), sizes=WIDE, roundings=4),
     "lamb": Recipe(
         lambda: jgrad.lamb(1e-2, layer_axes=models.AXES, moment_dtype="8bit"), sizes=WIDE
     ),
@@ -103,24 +104,25 @@ def small_words(monkeypatch):
 @pytest.mark.usefixtures("small_words")
 def test_the_same_results_in_8_bits(form, name):
     """Those with codes on the device: of words in host memory, and of a state that was restored."""
-    make, options, dtype, sizes, *_ = IN_8_BITS[name]
+    make, options, dtype, sizes, roundings, few = IN_8_BITS[name]
     params, tx = models.params(dtype, **sizes), make()
     of_tx, of_offload = (
         jgrad.step_in_backward(x, models.loss, **options) for x in (tx, jgrad.offload(tx))
     )
     batches = [models.batch(i, dtype) for i in range(3)]
     state = jgrad.offload(tx).init(params)
-    dtypes = [x.dtype for x in jax.tree.leaves(state)]
-    assert jnp.int32 in dtypes[1:]
+    assert jnp.int32 in [x.codes.dtype for x in moments(state)]
     with FORMS[form]():
         expected = models.run(of_tx, params, tx.init(params), batches)
-        for given in (state, on_host(jgrad.unpack(state)), on_device(state)):
+        for given in (state, on_host(jgrad.unpack(state))):
             found = models.run(of_offload, on_host(params), given, batches)
             assert kinds(found[1]) == kinds(given)
             assert [x.dtype for x in jax.tree.leaves(found[1])] == [
                 x.dtype for x in jax.tree.leaves(given)
             ]
-            models.assert_equal(on_device(jgrad.unpack(found)), expected, few=1e-3)
+            # Beside the conversion XLA may join products and sums otherwise.
+            found = on_device(jgrad.unpack(found))
+            models.assert_equal(found, expected, roundings=roundings, few=max(few, 1e-3))
 
 
 def of_the_second_axis(params, x):

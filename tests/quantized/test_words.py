@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._quantized import words
 from jgrad._trees import host_memory
 from tests.support.eight_bits import is_blocks, unquantized
@@ -121,6 +122,24 @@ def test_files_do_not_show_where_a_state_lay(place):
         shapes = jax.eval_shape(jgrad.offload(TX).init, place(W))
         state, _ = jgrad.carry_over(old, like=shapes, params=place(W), strict=True)
         assert_same(on_device(state), on_device(there))
+
+
+def test_they_begin_in_slices(monkeypatch):
+    """No stack of words is on the device."""
+    monkeypatch.setattr(host_memory, "SLICE", 2**14)
+    init = jgrad.offload(TX).init
+    moved = [
+        x.aval.shape
+        for eqn in inner_equations(jax.make_jaxpr(init)(W).jaxpr.eqns)
+        if eqn.primitive.name == "device_put"
+        for x in eqn.invars
+        if jnp.issubdtype(x.aval.dtype, jnp.integer)
+    ]
+    assert moved.count((1, 64, 256)) == 2
+    assert (4, 64, 256) not in moved
+    state, expected = init(W), offloaded(TX.init(W))
+    assert_same(state, expected)
+    assert kinds(state) == kinds(expected)
 
 
 def test_of_other_dtypes():
