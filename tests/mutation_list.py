@@ -362,7 +362,7 @@ MUTATIONS = [
     Mutation("step_keys", "the same bits for each step", "X.astype(jnp.uint32)", "X.astype(jnp.uint32) * 0", "tests/quantized/test_random_bits.py"),
     Mutation("bfloat16.rounded", "bfloat16 to the nearest", "jnp.where(jnp.abs(_) < LARGEST, _ >> _DROPPED, _)", "jnp.uint32(0x8000)", "tests/quantized/test_bfloat16.py"),
     Mutation("codec.of_moments", "second moments have a sign", "UNSIGNED if _ else SIGNED", "SIGNED", "tests/quantized/test_blocks.py"),
-    Mutation("encoding.check", "codes of another codec are accepted", "codes.dtype in dtypes", "True", "tests/quantized/test_blocks.py"),
+    Mutation("encoding.check", "codes of another codec are accepted", "x.dtype in dtypes", "True", "tests/quantized/test_blocks.py"),
     Mutation("Geometry._bounds", "the last block of a layer is lost", "((0, X), (X, _))", "((0, X),)", "tests/quantized/test_encoding.py"),
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("_order_of_scale", "scales of stacked layers out of order", "(*_, *(X for _ in _ if Y))", "tuple(axes)", "tests/packed/test_quantized_buffers.py"),
@@ -399,7 +399,7 @@ MUTATIONS = [
     Mutation("_kernels.moment.written", "a moment that no function wrote", "_ is None", "False", "tests/inputs/test_moments.py"),
     Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states
-    Mutation("forms.converted", "codes of another dtype are accepted", "codec_of(x) == codec", "True", "tests/states/test_forms.py"),
+    Mutation("forms._on_device", "codes of another dtype are accepted", "codec_of(x) == codec", "True", "tests/states/test_forms.py"),
     Mutation("Matcher._source", "leaves of other shapes are carried over", "old.array.shape != leaf.array.shape", "False", "tests/states/test_carry_over.py -k message"),
     Mutation("Matcher._check_moments", "momentum crosses without a word", "crossing and _", "False", MOMENTUM),
     Mutation("Matcher._check_moments", "second moments are zero beside first ones", "x.keys in had", "False", MOMENTUM),

@@ -156,7 +156,7 @@ def test_files_are_short_and_say_what_they_are_for(name):
 
 # Lines of code at most. Who adds a feature deletes as much, or raises the number in the same commit
 # and says why in BUILD_NOTES.md; who deletes lowers it.
-BUDGET = {"jgrad": 15_000, "tests": 28_750}
+BUDGET = {"jgrad": 16_300, "tests": 31_400}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
