@@ -29,6 +29,7 @@ KNOWN = {
     "a row, repeated": lambda x, y: x + jnp.broadcast_to(x[:1], x.shape),
     "blocks": lambda x, y: x.reshape(8, 3, 8)[..., :1].reshape(8, 3),
     "merged rows": lambda x, y: x.reshape(48, 4),
+    "transposed within rows": lambda x, y: jnp.swapaxes(x, 1, 2),
     "words": lambda x, y: jax.lax.bitcast_convert_type(x.astype(jnp.int8), jnp.uint32),
 }
 UNKNOWN = {
