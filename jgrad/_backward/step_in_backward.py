@@ -463,10 +463,11 @@ class _Step:
             return portions, new, parts
         of_others = sliced.others.portion
         given = self._start(of_others, list(gradient_of.values()))
-        said = None if others is None else _both(update, others, parts)
+        combining = sliced.whole or update  # of which it is known how, since it was traced
+        said = None if others is None else _both(combining, others, parts)
         made = sliced.others(given, known, said)
         new.append(self._model.kept(of_others, sliced.others.owned(made)))
-        return [*portions, of_others], new, _both(update, parts, made.parts)
+        return [*portions, of_others], new, _both(combining, parts, made.parts)
 
     def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Cotangents:
         """Goes backwards over all shares; returns the gradients of the rest.

@@ -200,8 +200,10 @@ class _Shardings:
     def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool = False) -> Leaf:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if isinstance(x, Blocks):
-            codes = self._like(_of_codes(followed, x), x.codes, rows_only=rows_only)
-            return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(codes))
+            array = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            pairs = (_of_codes(followed, x), x.codes), (followed, array)
+            codes, of_array = (self._like(*pair, rows_only=rows_only) for pair in pairs)
+            return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(of_array))
         if isinstance(x, Factors):
             return Factors(*(self._like(followed, of, rows_only=rows_only) for of in x))
         sharding = None if followed is None else _fitted(followed, x.shape)

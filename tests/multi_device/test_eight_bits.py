@@ -83,3 +83,50 @@ def test_e41_explicit_axes(shape, spec, layer_axes):
     assert arrays.mw.sharding.is_equivalent_to(put(w).sharding, w.ndim)
     again = unquantized(quantized(arrays, like=once))
     assert_equal(jax.device_get(again), jax.device_get(unquantized(expected)))
+
+
+# ---- words in host memory ------------------------------------------------------------------------
+
+# By shapes and specs: whether the words are sharded, of which the last has 257 rows; and where types
+# show that shards have no whole words, codes stay on the device.
+WORDS = {
+    "FSDP": ((1024, 512), P("a"), True),
+    "layers": ((4, 256, 1024), P("b"), True),
+    "rows of layers": ((4, 256, 1024), P(None, ("a", "b")), True),
+    "columns": ((4, 256, 1024), P(None, None, "b"), True),
+    "both": ((1024, 512), P("a", "b"), True),
+    "shards of no whole words": ((1028, 512), P("a"), False),
+}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 has no host memory.")
+@pytest.mark.slow(always=["Auto-rows of layers", "Explicit-both", "Auto-shards of no whole words"])
+@pytest.mark.parametrize("name", WORDS)
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_words(axes, name):
+    """They are sharded as the parameter, in and out of codes; `state_shardings` says it before."""
+    (shape, spec, is_whole), tx = WORDS[name], jgrad.lion(0.1, moment_dtype="8bit")
+    w = {"w": jnp.sin(jnp.arange(float(np.prod(shape)))).reshape(shape).astype(jnp.bfloat16)}
+    there = jgrad.offload(tx)
+    mesh = mesh_of(getattr(AxisType, axes), a=4, b=2)
+    with jax.set_mesh(mesh):
+        own = jax.device_put(w, NamedSharding(mesh, spec))
+        shardings = jgrad.state_shardings(there, own)
+        state = jax.jit(there.init, out_shardings=shardings)(own)
+        in_words = state.mw["w"].codes.dtype == jnp.int32
+        assert in_words == (is_whole or axes == "Auto")
+        if is_whole:
+            assert state.mw["w"].codes.sharding.is_equivalent_to(
+                NamedSharding(mesh, spec, memory_kind="pinned_host"), len(shape)
+            )
+        updates, new = jax.jit(there.update)(own, state, own)
+        assert jax.tree.map(lambda x: x.sharding, new) == shardings
+        codes = jgrad.unpack(new)
+        back = jgrad.pack(codes, like=new)
+    for x, y in zip(*map(jax.tree.leaves, (back, new)), strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    expected, whole = jax.jit(tx.update)(w, tx.init(w), w)
+    np.testing.assert_array_equal(updates["w"], expected["w"])
+    for x, y in zip(codes.mw["w"], whole.mw["w"], strict=True):
+        np.testing.assert_array_equal(x, y)

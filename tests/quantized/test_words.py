@@ -75,6 +75,17 @@ def test_codes_that_stay(name):
     assert set(kinds(state)) == {"device"}
 
 
+def test_scales_of_matrices_stay():
+    """Those of layers do not: a slice of a matrix would be one of lanes, which XLA for TPUs refuses."""
+    shapes = {"matrix": (2**16, 512), "stack": (4, 2**14, 512)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    init = jgrad.offload(jgrad.lion(0.1, moment_dtype="8bit")).init
+    _, *moments = jax.make_jaxpr(init)(w).out_avals
+    found = [(x.dtype, x.memory_space == jax.memory.Space.Host) for x in moments]
+    word, scale = jnp.dtype(jnp.int32), jnp.dtype(jnp.float32)
+    assert found == [(word, True), (scale, False), (word, True), (scale, True)]
+
+
 # ---- states ------------------------------------------------------------------------------------
 
 W = {"w": jnp.sin(jnp.arange(2.0**18)).reshape(4, 256, 256), "b": jnp.ones(256), "m": jnp.ones((1024, 256))}  # fmt: skip
