@@ -364,7 +364,7 @@ MUTATIONS = [
     Mutation("codec.of_moments", "second moments have a sign", "UNSIGNED if _ else SIGNED", "SIGNED", "tests/quantized/test_blocks.py"),
     Mutation("encoding.check", "codes of another codec are accepted", "x.dtype in dtypes", "True", "tests/quantized/test_blocks.py"),
     Mutation("words._axis", "four layers are in a word", "codes.shape[k] >= host_memory.ROWS", "False", "tests/quantized/test_words.py"),
-    Mutation("words._axis", "words of two shards", "jax.typeof(codes).sharding.shard_shape(codes.shape)", "codes.shape", DEVICES + "/test_eight_bits.py --all -k words"),
+    Mutation("words._axis", "words of two shards", "jax.typeof(codes).sharding.shard_shape(codes.shape)", "codes.shape", DEVICES + "/test_eight_bits.py -k words"),
     Mutation("words.belong_on_host", "scales whose rows are lanes go to the host", "scale.ndim > 2", "True", "tests/quantized/test_words.py"),
     Mutation("words.as_stored", "words where codes were", "_axis_of(x) == axis", "True", "tests/quantized/test_words.py"),
     Mutation("words._other", "words on the host are converted on the device", "is_here and _", "False", "tests/quantized/test_words.py"),

@@ -100,7 +100,9 @@ WORDS = {
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 has no host memory.")
-@pytest.mark.slow(always=["Auto-rows of layers", "Explicit-both", "Auto-shards of no whole words"])
+@pytest.mark.slow(
+    always=["Auto-rows of layers", "Explicit-both", "Explicit-shards of no whole words"]
+)
 @pytest.mark.parametrize("name", WORDS)
 @pytest.mark.parametrize("axes", ["Auto", "Explicit"])
 def test_words(axes, name):
