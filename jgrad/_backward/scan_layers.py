@@ -82,7 +82,7 @@ def scan_layers(
       remat: True stores only the carries and recomputes everything else in the backward pass; False
         stores everything that the backward pass needs; a policy from `jax.checkpoint_policies`
         chooses what to store, and where. To store the carries in host memory, begin `block` with
-        `x = jax.ad_checkpoint.checkpoint_name(x, "input")`, and offload that name by
+        `x = checkpoint_name(x, "input")`, from `jax.ad_checkpoint`, and offload that name by
         `save_and_offload_only_these_names`.
 
     Returns:
