@@ -155,7 +155,11 @@ def table(found: dict[tuple[str, str], Result]) -> str:
     columns = ["optimizer", *(f"{TARGETS[x].title}, {_memory(x)}" for x in machines)]
     return markdown.table(
         columns,
-        [[name, *(_cell(found.get((x, name))) for x in machines)] for name in ROWS],
+        [
+            [name, *(_cell(found.get((x, name))) for x in machines)]
+            for name in ROWS
+            if any((x, name) in found for x in machines)  # it was compiled
+        ],
     )
 
 

@@ -229,7 +229,9 @@ SLICED_IN_8_BITS = {
 }
 
 
-@pytest.mark.slow(always=["rounded", "clipped", "a learning rate for each row", "factors", "a norm that is kept"])
+@pytest.mark.slow(
+    always=["rounded", "clipped", "a learning rate for each row", "factors", "a norm that is kept"]
+)
 @pytest.mark.parametrize("name", SLICED)
 @pytest.mark.usefixtures("four_slices")
 def test_embedding_and_head_in_slices(name):
