@@ -394,7 +394,6 @@ def transformation(
     params_for: str | None = None,
     more: MoreFields | None = None,
     state_type: Any = OptState,
-    stays_finite: bool = True,
 ) -> Transformation:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
 
@@ -408,8 +407,6 @@ def transformation(
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
       state_type: of the state; an `OptState` is taken, too, where it has nothing beside.
-      stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
-        steps look at its results, as they do at those of other libraries.
     """
     moments = moments.checked(name)
     kind = OptState if more is None else state_type
@@ -429,10 +426,7 @@ def transformation(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
     ) -> tuple[PyTree, Any]:
-        around = told()
-        inputs = Inputs(
-            name, updates, params, around if stays_finite else around._replace(commit=None)
-        )
+        inputs = Inputs(name, updates, params, told())
         if params_for is not None:
             inputs.require_params(params_for)
         of_moments = shapes(inputs)
