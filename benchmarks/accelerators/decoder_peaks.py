@@ -21,7 +21,7 @@ from benchmarks import markdown
 from benchmarks.accelerators import bars, flax_decoders, targets, train_steps
 from benchmarks.accelerators.flax_decoders import LENGTH, Model
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, ON_HOST, RECIPES, Recipe
+from benchmarks.accelerators.train_steps import ALL, FORMS, LAYERS_TOO, ON_HOST, RECIPES, Recipe
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
@@ -68,6 +68,8 @@ CASES = {
     "AdamW in 8 bits, 8 sequences, head in slices": Case(_EIGHT_BITS, _in_slices, 8),
     "AdamW, moments in host memory": Case(ON_HOST),
     "AdamW, moments in host memory, head in slices": Case(ON_HOST, _in_slices),
+    "AdamW, moments and layers in host memory": Case(ON_HOST._replace(on_host=LAYERS_TOO)),
+    "AdamW, moments and all weights in host memory": Case(ON_HOST._replace(on_host=ALL)),
 }
 
 # By "target case": bytes per parameter of each form.
@@ -91,7 +93,7 @@ def known() -> Peaks:
 
 
 def table(found: Peaks) -> str:
-    """In Markdown, a row for each case; a cell has the peak of each form."""
+    """In Markdown, a row for each case; a cell has the peak of each form that was compiled."""
 
     def cell(row: str) -> str:
         return " → ".join(f"{x:.2f}" for x in found.get(row, ())) or "—"
@@ -137,6 +139,8 @@ def main(argv: list[str]) -> None:
             if case.recipe.on_host and not TARGETS[key].has_host:
                 continue
             forms = FORMS[:1] if case.recipe.of_optax else FORMS
+            if case.recipe.on_host in (LAYERS_TOO, ALL):  # gradients of the other form fill it
+                forms = FORMS[1:]
             found[row] = [round(peak(key, case, form), 3) for form in forms]
             print(row, *found[row], flush=True)
             if flags.FLAGS.write:
