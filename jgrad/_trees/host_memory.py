@@ -20,8 +20,8 @@ _SMALLEST = 2**16
 # XLA for TPUs cannot slice one row of an array in half precision from the host, and scalars may be
 # donated to results on the device. Stacked vectors have as many rows as a model has layers.
 ROWS = 256
-# What is large is made and updated in slices: of at most so many elements, since a copy of 32 MB takes a
-# hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
+# What is large is made and updated in slices: of at most so many elements, since a copy of 32 MB
+# takes a hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
 SLICE, TILE = 2**23, 32
 
 
