@@ -2,8 +2,8 @@
 
     python .ci/address.py NAME
 
-replaces `OWNER`, which stands for an address that is not known yet. The files are those below. Pages
-that do without an address then have it, too.
+replaces `OWNER`, which stands for an address that is not known yet. The files are those below.
+Pages that do without an address then have it, too.
 """
 
 import pathlib
