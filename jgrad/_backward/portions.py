@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import optax
 
-from jgrad._packed import packing
 from jgrad._quantized import words
-from jgrad._trees import checks, host_memory, shardings, shares
+from jgrad._trees import checks, host_memory, shardings, shares, trees
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
@@ -122,7 +121,7 @@ class Portion(NamedTuple):
 
 def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
-    if packing.any_packed(tree):
+    if trees.any_packed(tree):
         remedy = "expected the tree itself, since a buffer mixes all layers: call `unpack`"
         raise ValueError(f"{_NAME}: `{name}`: a packed tree, {remedy}.")
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.options import INJECTED
-from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
@@ -72,7 +71,7 @@ ByPath.__module__ = "jgrad"  # where users import it from
 
 
 def _shapes(params: PyTree) -> PyTree:
-    return packing.shapes(checks.values_of(params))
+    return trees.shapes(checks.values_of(params))
 
 
 def _in_short(value: Any) -> str:

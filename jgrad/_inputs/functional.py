@@ -35,8 +35,8 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import numbers
 from jgrad._inputs.moment import Moment
+from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, static_axes
-from jgrad._packed import array_spec, packing
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
@@ -98,7 +98,7 @@ class AlignedArguments:
         self._trees = {
             name: _floating(function, name, named[name], role) for name, role in present.items()
         }
-        self._packed = packing.any_packed(*self._trees.values())
+        self._packed = trees.any_packed(*self._trees.values())
         if self._packed:
             self._trees = {
                 name: self._beside_packed(name, tree, present[name])
@@ -135,7 +135,7 @@ class AlignedArguments:
         both = (self._reference, self._gradient)
         name = max(both, key=lambda name: len(self._counts[name]))
         tree, counts = self._trees[name], self._counts[name]
-        unpacked = packing.shapes(tree)
+        unpacked = trees.shapes(tree)
         if self._packed:
             leaves = trees.flatten(unpacked)[0]
         else:
@@ -202,7 +202,7 @@ class AlignedArguments:
     def _per_array(self, name: str, tree: PyTree) -> PyTree:
         """An option for the leaves of a packed reference as one for its arrays."""
         reference = self._trees[self._reference]
-        unpacked = packing.shapes(reference)
+        unpacked = trees.shapes(reference)
         arg = ArgLeaves.from_prefix(self._function, name, tree, self._reference, unpacked)
         specs = array_spec.specs(reference)
         for spec in specs:
@@ -397,7 +397,7 @@ def lists_as_arrays(function: str, named: dict[str, PyTree]) -> dict[str, PyTree
     if {list, tuple}.isdisjoint(map(type, named.values())):
         return named
     lists = {name: tree for name, tree in named.items() if _is_list(tree)}
-    if not all(map(_is_numbers, lists.values())) or (lists and packing.any_packed(*named.values())):
+    if not all(map(_is_numbers, lists.values())) or (lists and trees.any_packed(*named.values())):
         return named
     as_arrays = {}
     for name, tree in lists.items():

@@ -21,8 +21,8 @@ from jgrad._inputs.around import Commit, Rest, Then
 from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import as_stored
+from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import check_names, read_mesh_axes
-from jgrad._packed import array_spec, packing
 from jgrad._quantized import codec, encoding
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
@@ -57,7 +57,7 @@ class Parameters:
         self.reference = ArgLeaves.from_tree(function, name, tree).with_arrays()
         self.specs = array_spec.specs(tree)
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
-        self.shapes = packing.shapes(tree) if self.has_buffers else tree
+        self.shapes = trees.shapes(tree) if self.has_buffers else tree
         self.g: list[Any] = [None] * len(self.specs)
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
 
@@ -66,7 +66,7 @@ class Parameters:
         reference, remedy = self.tree, ""
         if shapes is not None and shapes is not self.tree:
             reference, remedy = shapes, OTHER_LEAVES
-        elif self.has_buffers and name.startswith("state") and not packing.any_packed(tree):
+        elif self.has_buffers and name.startswith("state") and not trees.any_packed(tree):
             remedy = _NOT_PACKED
         checks.same_structure(
             self.function, name, tree, self.reference.name, reference, remedy=remedy

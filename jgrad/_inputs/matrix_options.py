@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 from jgrad._inputs import options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Mask
 from jgrad._trees.checks import ArgLeaves

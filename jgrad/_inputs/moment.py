@@ -14,7 +14,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs.around import Commit
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import LeafMoment, is_rounded, kept
-from jgrad._packed.array_spec import ArraySpec
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.geometry import in_rows

@@ -17,9 +17,9 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
+from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_layer_axes, read_mesh_axes
 from jgrad._layers.trust import TrustLayers
-from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.annotations import DecayRule, LearningRate, Mask, Scalar
 from jgrad._trees.checks import ArgLeaves

@@ -25,8 +25,8 @@ from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, check_form, z
 from jgrad._inputs.numbers import OfCall
 from jgrad._kernels.leaf_step import Place
 from jgrad._kernels.moment import is_rounded
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
-from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, host_memory, trees, variables
 from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, check_keywords, keywords_of

@@ -13,7 +13,6 @@ from jgrad._inputs import matrix_options
 from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.annotations import ArrayAxes
 from jgrad._trees.checks import ArgLeaves
@@ -63,7 +62,7 @@ class HiddenMatrices:
     def __call__(self, params: PyTree) -> PyTree:
         """A tree of bools like the parameters; None for None."""
         reasons = [reason for *_, reason in self._rows(params)]
-        leaves, structure = trees.flatten(packing.shapes(params))
+        leaves, structure = trees.flatten(trees.shapes(params))
         pairs = zip(leaves, reasons, strict=True)
         return structure.unflatten([None if x is None else not reason for x, reason in pairs])
 
@@ -79,7 +78,7 @@ class HiddenMatrices:
             with a remark if the name of a leaf suggests a matrix with outputs first.
         """
         rows = self._rows(params)
-        tree = packing.shapes(checks.values_of(params))
+        tree = trees.shapes(checks.values_of(params))
         axes = read_layer_axes(_NAME, output_axes, "output_axes")
         named_axes = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
         named = [
@@ -115,7 +114,7 @@ class HiddenMatrices:
 
     def _rows(self, params: PyTree) -> list[tuple[str, Any, str]]:
         """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
-        tree = packing.shapes(checks.values_of(params))
+        tree = trees.shapes(checks.values_of(params))
         check_parameters(_NAME, tree)
         stacked = self._stacked(tree)
         pairs = variables.leaves_with_paths(tree, trees.is_leaf)

@@ -26,10 +26,10 @@ from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.transformation import AdafactorState, transformation
 from jgrad._layers import matrix_axes, norms
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
-from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import (
     ArrayAxes,

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import GetAttrKey
 
+from jgrad._layers.array_spec import ArraySpec
+from jgrad._packed import array_spec
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
 from jgrad._packed.layouts import Layout, Span, layout_of
 from jgrad._quantized import words
@@ -28,6 +30,7 @@ from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shardings import replicated
+from jgrad._trees.trees import is_packed, shapes
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 
@@ -71,6 +74,31 @@ class Packed(Generic[Tree]):
         (self.buffers,) = children
         self.layout = layout
         return self
+
+    @property
+    def num_leaves(self) -> int:
+        """Those of the unpacked tree."""
+        return len(self.layout.spans)
+
+    def __jgrad_arrays__(self, first: int) -> list[ArraySpec]:
+        """What each buffer stands for; the first leaf has this position among those of a tree."""
+        return array_spec.of_layout(self.layout, first)
+
+    def __jgrad_shapes__(self, *, as_stored: bool) -> PyTree:
+        """The unpacked tree, with shapes and dtypes: see `trees.shapes`."""
+        buffers = self.buffers.items()
+        if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
+            leaves_of = functools.partial(_leaves, as_stored=as_stored)
+            return jax.eval_shape(functools.partial(where_it_lies, leaves_of), self)
+        dtypes = {
+            k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")
+        }
+        leaves, structure = trees.flatten(self.layout.tree(dtypes))
+        for name, b in buffers:  # of a leaf as it is, maybe a part of it, or with fewer elements
+            i = self.layout.unpacked_leaf(name)
+            if i is not None and leaves[i] is not None and hasattr(b, "dtype"):
+                leaves[i] = jax.ShapeDtypeStruct(b.shape, b.dtype)
+        return structure.unflatten(leaves)
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a buffer of this name; flax's `TrainState` asks trees for names."""
@@ -219,43 +247,9 @@ def _map_packed(f: Callable[[Packed[Any]], PyTree], tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: f(x) if is_packed(x) else x, tree, is_leaf=is_packed)
 
 
-def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
-    """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None.
-
-    Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
-    """
-
-    def of_packed(x: Packed[Any]) -> PyTree:
-        buffers = x.buffers.items()
-        if any(isinstance(b, Blocks) and hasattr(b.codes, "dtype") for _, b in buffers):
-            leaves_of = functools.partial(_leaves, as_stored=as_stored)
-            return jax.eval_shape(functools.partial(where_it_lies, leaves_of), x)
-        dtypes = {
-            k: getattr(b, "dtype", None) for k, b in buffers if b is None or hasattr(b, "dtype")
-        }
-        leaves, structure = trees.flatten(x.layout.tree(dtypes))
-        for name, b in buffers:  # of a leaf as it is, maybe a part of it, or with fewer elements
-            i = x.layout.unpacked_leaf(name)
-            if i is not None and leaves[i] is not None and hasattr(b, "dtype"):
-                leaves[i] = jax.ShapeDtypeStruct(b.shape, b.dtype)
-        return structure.unflatten(leaves)
-
-    return _map_packed(of_packed, tree)
-
-
 def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     """The same buffers under other layouts."""
     return _map_packed(lambda x: Packed(x.buffers, relabeled(x.layout)), tree)
-
-
-def is_packed(x: PyTree) -> bool:
-    """Whether it is a `Packed`; other folders ask this and test no type."""
-    return isinstance(x, Packed)
-
-
-def any_packed(*of: PyTree) -> bool:
-    """Whether there is a `Packed` somewhere."""
-    return any(map(is_packed, jax.tree.leaves(of, is_leaf=is_packed)))
 
 
 def check_unpacked(function: str, name: str, tree: PyTree) -> None:

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgrad._packed import packing
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
 from jgrad._quantized.codec import codec_of
@@ -125,8 +124,8 @@ def _layouts(
     layouts: list[Layout] = []
     for like in likes:
         by_likeness: dict[int, list[Layout]] = {}
-        for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=packing.is_packed):
-            is_it = packing.is_packed(x) and of_arrays(x.buffers) == shapes
+        for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=trees.is_packed):
+            is_it = trees.is_packed(x) and of_arrays(x.buffers) == shapes
             if is_it and x.layout.shard is None:
                 end = path_rules.common_end(path_rules.keys_of(key_path), keys)
                 by_likeness.setdefault(end, []).append(x.layout)

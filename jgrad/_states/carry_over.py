@@ -108,11 +108,11 @@ def carry_over(
     params = None if params is None else arrays_of(params)
     old = trees.map_leaves(lambda x: jnp.asarray(x) if checks.is_number(x) else x, old)
     from_file = restored.with_nodes(NAME, old, like, params)
-    is_unnamed = packing.any_packed(from_file) and not packing.any_packed(old)
+    is_unnamed = trees.any_packed(from_file) and not trees.any_packed(old)
     old, form = from_file, like
     old, like = map(variables.variables_of_blocks, (old, like))
-    shapes = packing.shapes(like, as_stored=True)
-    before, after = read(packing.shapes(old, as_stored=True)), read(shapes)
+    shapes = trees.shapes(like, as_stored=True)
+    before, after = read(trees.shapes(old, as_stored=True)), read(shapes)
     for name, state in ("old", before), ("like", after):
         for x in state:
             if not hasattr(x.array, "shape"):

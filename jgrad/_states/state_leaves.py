@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 
 from jgrad._inputs import options
-from jgrad._packed import packing
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import Blocks, Factors
@@ -352,7 +351,7 @@ def chosen(reset: PyTree | Callable[[PyTree], PyTree], params: PyTree, like: PyT
     if reset is True:
         return {x.keys for x in read(like)}
     moments = (x.array for x in _fields(like) if x.role == "moment" and jax.tree.leaves(x.array))
-    tree = next(moments, None) if params is None else packing.shapes(params)
+    tree = next(moments, None) if params is None else trees.shapes(params)
     tree = trees.map_leaves(checks.shape_and_dtype, tree)
     if trees.is_function(reset, tree):
         reset = options.result_of(NAME, "reset", options.SHAPES, reset, tree)

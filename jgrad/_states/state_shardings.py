@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jgrad._inputs.transformation import arrays_of
-from jgrad._packed import packing
 from jgrad._packed.packing import Packed
 from jgrad._quantized.geometry import geometry
 from jgrad._trees import checks, host_memory, trees, variables
@@ -99,7 +98,7 @@ def state_shardings(
     replicated = NamedSharding(first.sharding.mesh, PartitionSpec())
     program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     tree = structure.unflatten(sharded)
-    nodes = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=packing.is_packed))
+    nodes = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_packed))
     followed = _Shardings(nodes, sharded, replicated, axes)
     shardings = followed.of_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
@@ -162,7 +161,7 @@ class _Shardings:
         """The sharding of each array of a state."""
 
         def of_node(path: KeyPath, x: Leaf) -> Leaf:
-            if packing.is_packed(x):
+            if trees.is_packed(x):
                 return self._of_packed(path, x)
             is_factor = any(getattr(key, "name", None) == _FACTORS for key in path[:-1])
             ends = (path[:-1], path[:-2]) if is_factor else (path,)
@@ -171,7 +170,7 @@ class _Shardings:
             return self._like(_of_factor(param, x.shape) if param and is_factor else param, x)
 
         def is_leaf(x: PyTree) -> bool:
-            return packing.is_packed(x) or (x is not None and trees.is_leaf(x))
+            return trees.is_packed(x) or (x is not None and trees.is_leaf(x))
 
         return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
 
@@ -188,7 +187,7 @@ class _Shardings:
             leaf = layout.unpacked_leaf(name)
             if buffer is None:
                 continue
-            if packing.is_packed(params):
+            if trees.is_packed(params):
                 followed = params.buffers.get(name)
                 if leaf is None:  # moments of only some leaves have fewer rows
                     followed = _with_rows_of(followed, buffer.shape)

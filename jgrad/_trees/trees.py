@@ -51,6 +51,28 @@ def is_function(x: PyTree, params: PyTree) -> bool:
     return may_be_function(x) and not (is_tree and is_prefix(masked_as(params, x), params))
 
 
+def is_packed(x: PyTree) -> bool:
+    """Whether it is a node that holds many leaves in few arrays, such as a `Packed`."""
+    return hasattr(type(x), "__jgrad_arrays__")
+
+
+def any_packed(*of: PyTree) -> bool:
+    """Whether there is such a node somewhere."""
+    return any(map(is_packed, jax.tree.leaves(of, is_leaf=is_packed)))
+
+
+def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
+    """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None.
+
+    Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
+    """
+
+    def of_node(x: PyTree) -> PyTree:
+        return x.__jgrad_shapes__(as_stored=as_stored) if is_packed(x) else x
+
+    return jax.tree.map(of_node, tree, is_leaf=is_packed)
+
+
 def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
     """Leaves, `None` and arrays in other forms among them, and structure."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)

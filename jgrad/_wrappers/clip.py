@@ -14,9 +14,8 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers import norms
+from jgrad._layers import array_spec, norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
-from jgrad._packed import array_spec
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
-from jgrad._packed import array_spec
 from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import EVERY

@@ -31,8 +31,8 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
-from jgrad._packed.array_spec import ArraySpec
 from jgrad._trees import checks, path_rules, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves

@@ -19,7 +19,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
-from jgrad._packed import packing
 from jgrad._trees import checks, shardings, shares, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -331,7 +330,7 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
     with_value = {key: match for key in report if (match := _VALUE.fullmatch(key))}
     if not with_value:
         return {key: key for key in report}
-    names = set(trees.names(packing.shapes(params)))
+    names = set(trees.names(trees.shapes(params)))
     now = {
         key: f"{match['kind']}/{match['leaf']}{match['count']}"
         for key, match in with_value.items()

@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 from jgrad._inputs.transformation import pair
-from jgrad._packed import array_spec, packing
+from jgrad._layers import array_spec
+from jgrad._packed import packing
+from jgrad._packed.array_spec import BufferSpec
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.annotations import Inner
@@ -156,9 +158,10 @@ def _check_state(state: PyTree, local: Shard) -> None:
     """Checks that each buffer is this device's shard; if one cannot be divided, `tx` knows why."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
-        expected = spec._replace(shard=local).local_shape
-        divides = spec.is_buffer and not spec.is_unpacked and spec.shape[0] % local.devices == 0
-        if divides and getattr(x, "shape", None) == spec.shape != expected:
+        if not isinstance(spec, BufferSpec) or spec.shape[0] % local.devices:
+            continue
+        expected = spec.over(local).local_shape
+        if getattr(x, "shape", None) == spec.shape != expected:
             remedy = "shard it as `state_shardings` says, or call `init` here"
             problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"
             arg.fail(i, ValueError, problem)

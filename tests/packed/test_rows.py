@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import array_spec
+from jgrad._layers import array_spec
 from jgrad._packed.layouts import Shard
 from jgrad._packed.packed_layers import PackedLayers
 

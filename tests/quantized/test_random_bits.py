@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._packed import array_spec
+from jgrad._layers import array_spec
 from jgrad._quantized.random_bits import (
     ElementKeys,
     Part,
