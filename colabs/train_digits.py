@@ -5,8 +5,8 @@
 
 The data are the 1797 real digits that scikit-learn ships. Each optimizer trains at a small and at a
 large batch. The script shows progress, prints a table, and saves a plot of training losses, test
-accuracies, and the bytes that weights and state take. With bfloat16 weights, stochastic rounding and
-8-bit moments, losses follow those of float32 in four bytes per parameter instead of twelve. The
+accuracies, and the bytes that weights and state take. With bfloat16 weights, stochastic rounding
+and 8-bit moments, losses follow those of float32 in four bytes per parameter instead of twelve. The
 script exits with status 1 if an optimizer misses the target accuracy.
 
 Learning rates were chosen alike for all optimizers: at each batch size, `--sweep` trains with nine
