@@ -185,7 +185,7 @@ def test_length(pages, words):
 
 def test_the_commands_of_readme():
     """`.ci/run` takes them by number; the page is read at a sitting."""
-    assert len(page("README.md").splitlines()) <= 120
+    assert len(page("README.md").splitlines()) <= 110
     first, second, third = blocks("README.md", "sh")
     assert "train_digits.py" in first
     assert "pytest" in second
@@ -229,7 +229,7 @@ def step_and_build(row, work=""):
 
 def test_figures_of_readme():
     table = rows(section("README.md", "Times"))
-    assert len(table) == 6
+    assert len(table) == 4
     for title, method, form, *figures in table:
         work = title.removesuffix(", relative to jgrad in float32")
         work = f"memory: {work}" if work != title else title
@@ -287,7 +287,7 @@ def test_figures_are_those_of_the_benchmark():
     figures = [x for x in page(STEPS).splitlines() if len(x.split("|")) == 12]
     assert len(figures) > 20
     assert set(figures) <= set(page("benchmarks/results.md").splitlines())
-    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:4]
+    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:3]
     assert titles[-1] == "Memory"
     for title in titles:
         work = "memory: 20 leaves of 1024 x 512" if title == "Memory" else title
@@ -300,14 +300,6 @@ def test_figures_are_those_of_the_benchmark():
     shapes = [x for x in re.findall(r"(?m)^### (.*)$", RESULTS) if " matrices of " in x]
     steps = sorted(row[2] for x in shapes for row in measured(x).values())
     assert re.findall(r"\d+\.\d+", shown) == [steps[0], steps[-1]]
-
-
-def test_compiled_figures_are_those_of_the_notes():
-    """Which `test_figures_of_accelerators` compares with what the compilers made."""
-    there = section("benchmarks/notes/accelerators.md", "What each recipe costs")
-    shown = rows(section("docs/benchmarks.md", "Compiled for TPU and GPU"))
-    assert len(shown) == 5
-    assert all(row in rows(there) for row in shown)
 
 
 def test_targets():
@@ -353,15 +345,6 @@ def test_bytes_over_the_link():
     assert host_traffic.seconds(found[1], gh200, machine) == pytest.approx(8 / (0.8 * 512e9))
 
 
-def test_figures_of_choose_stand_on_the_pages_that_are_linked():
-    number = r"\d+\.\d+|\d{2,}"
-    table = [row for row in rows(page("docs/choose.md")) if len(row) == 4]
-    assert len(table) == 10
-    for model, _, cost, more in table:
-        there = " ".join(page(f"docs/{name}") for name in re.findall(r"\((\w+\.md)\)", more))
-        assert set(re.findall(number, cost)) <= set(re.findall(number, there)), model
-
-
 def test_bytes_and_operations_of_recipes():
     """The columns of the notes are the limits that tests assert."""
     shown = {name: forms for name, *forms, _ in rows(section(COSTS, "Bytes"))}
@@ -379,7 +362,7 @@ OPTIMIZERS = {
         jgrad.lion,
         jgrad.lars,
     ],
-    "`adam`, `lamb`": [jgrad.adam, jgrad.lamb],
+    "`adam`": [jgrad.adam, jgrad.lamb],  # as the page says
     "`adafactor`": [jgrad.adafactor],
 }
 MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "bfloat16")]
@@ -389,15 +372,15 @@ MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "
 def test_memory(row):
     """The bytes of abstract states of a million parameters."""
     dtype, text, *figures = row
-    moments, master, total = map(float, figures)
+    kept, total = map(float, figures)
     pattern = r"(?:`(\w+)` of )?(.*?)(?:, `moment_dtype=\"?(\w*)\"?`)?"
     wrapper, name, option = re.fullmatch(pattern, text).groups()
     size = jnp.dtype(dtype).itemsize
-    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)  # and its gradient
+    assert total == pytest.approx(2 * size + kept, abs=1e-9)  # and its gradient
     w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})
         tx = getattr(jgrad, wrapper)(tx) if wrapper else tx
         state = jax.eval_shape(tx.init, w)
         found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
-        assert found == pytest.approx(moments + master, abs=5e-3)  # a digit more, and counters
+        assert found == pytest.approx(kept, abs=5e-3)  # a digit more, and counters

@@ -72,8 +72,8 @@ CASES = {
     "AdamW, moments and all weights in host memory": Case(ON_HOST._replace(on_host=ALL)),
 }
 
-# By "target case": bytes per parameter of each form.
-Peaks = dict[str, list[float]]
+# By "target case": bytes per parameter of each form; None where gradients alone do not fit.
+Peaks = dict[str, list[float | None]]
 
 
 def peak(target: str, case: Case, form: str) -> float:
@@ -93,10 +93,10 @@ def known() -> Peaks:
 
 
 def table(found: Peaks) -> str:
-    """In Markdown, a row for each case; a cell has the peak of each form that was compiled."""
+    """In Markdown, a row for each case; a cell has the peak of each form."""
 
     def cell(row: str) -> str:
-        return " → ".join(f"{x:.2f}" for x in found.get(row, ())) or "—"
+        return " → ".join("—" if x is None else f"{x:.2f}" for x in found.get(row, ())) or "—"
 
     rows = [[name, *(cell(f"{key} {name}") for key in MACHINES)] for name in CASES]
     return markdown.table(["step", *(TARGETS[key].title for key in MACHINES)], rows)
@@ -139,9 +139,11 @@ def main(argv: list[str]) -> None:
             if case.recipe.on_host and not TARGETS[key].has_host:
                 continue
             forms = FORMS[:1] if case.recipe.of_optax else FORMS
-            if case.recipe.on_host in (LAYERS_TOO, ALL):  # gradients of the other form fill it
-                forms = FORMS[1:]
-            found[row] = [round(peak(key, case, form), 3) for form in forms]
+            beyond = case.recipe.on_host in (LAYERS_TOO, ALL)  # of what the other form can hold
+            found[row] = [
+                None if beyond and form == FORMS[0] else round(peak(key, case, form), 3)
+                for form in forms
+            ]
             print(row, *found[row], flush=True)
             if flags.FLAGS.write:
                 RESULTS.write_text(json.dumps(known() | found, indent=1) + "\n")
