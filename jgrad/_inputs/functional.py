@@ -37,10 +37,9 @@ from jgrad._inputs import numbers
 from jgrad._inputs.moment import Moment
 from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, static_axes
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree
 
 
@@ -262,7 +261,7 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     leaves, structure = trees.flatten(tree)
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
     for i, x in enumerate(leaves):
-        if isinstance(x, Blocks):
+        if forms.of(x) is not None:
             remedy = "make it one by `carry_over(tree, like=shapes)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
         if x is None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
@@ -18,7 +19,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.transformation import OptState, pair, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -122,7 +122,7 @@ def _updates(
         if of_leaf is None:
             continue
         m, v, delta, direction = of_leaf
-        if mw.has_kernel(i):  # which writes them: elsewhere norms compute them again
+        if mw.kernels(i) is not None:  # which writes them: elsewhere norms compute them again
             deltas[i] = leafwise.identity, (delta,)
             decayed[i] = leafwise.identity, (direction,)
             continue

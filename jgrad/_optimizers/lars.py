@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
 from jgrad._inputs import functional, numbers, options
 from jgrad._inputs.around import run_and_say
@@ -18,7 +19,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import OptState, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,

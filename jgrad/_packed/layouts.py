@@ -25,10 +25,11 @@ from jax.typing import ArrayLike
 
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
+from jgrad._quantized.blocks import SIZE
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import SIZE, SMALLEST
+from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
 
 # Number of elements in a block. Wider blocks pad more: a transformer of 193 leaves by 1% at 128, 3%

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
@@ -21,7 +22,6 @@ from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.transformation import MoreFields, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._muon.directions import either
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import jax
 
 from jgrad._inputs import options
-from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees import checks, forms, path_rules, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
 NAME = "carry_over"
@@ -135,7 +134,7 @@ def read(state: PyTree) -> list[StateLeaf]:
         if array is not None
     ]
     moments = {(x.owner, x.keys, x.field): x.array for x in leaves if x.role == "moment"}
-    factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
+    factored = {owner for (owner, _, _), x in moments.items() if forms.of_method(x)}
     in_bases = {(x.owner, k) for x in leaves if x.role == "factors" for k in x.owners_keys}
 
     def with_unit(x: StateLeaf) -> StateLeaf:
@@ -262,7 +261,7 @@ def _fields_of(node: PyTree, names: set[str]) -> FieldRoles | None:
     declared: FieldRoles | None = getattr(type(node), "__jgrad_fields__", None)
     if declared is not None:
         return declared
-    is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks)
+    is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not forms.is_one(node)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
     for fields in STATES:  # fields that are None are missing in files

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees import trees
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees import forms, trees
 from jgrad._trees.path_rules import PathRules
 from jgrad._trees.protocols import Leaf, PyTree
 
@@ -152,16 +151,19 @@ def describe(x: Leaf) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
-    if isinstance(x, Blocks):
-        codes = getattr(x.codes, "dtype", type(x.codes).__name__)
-        return f"Blocks of {codes} and shape {x.shape if hasattr(x.codes, 'shape') else ()}"
-    if isinstance(x, Factors):
-        return f"Factors of {x.dtype} and shape {x.shape}"
+    if (form := forms.of(x)) is not None:
+        return form.describe(x)
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
         return f"{kind} of {x.dtype} and shape {tuple(x.shape)}"
     text = repr(x)
     return f"{text if len(text) <= 40 else text[:37] + '...'} of type {type(x).__name__}"
+
+
+def in_short(x: Leaf) -> str:
+    """`float32[3, 2]` for an array; the repr of what is none."""
+    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
+    return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
 
 
 def made_by_init(function: str, kind: type) -> str:
@@ -266,7 +268,7 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
 
 def _as_array(x: Leaf) -> Leaf:
     """What has the shape of an array in another form, and no parts; any other as it is."""
-    in_form = isinstance(x, (Blocks, Factors))
+    in_form = forms.of(x) is not None
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if in_form else x
 
 

@@ -19,7 +19,8 @@ import optax
 
 from jgrad._trees import checks
 from jgrad._trees.annotations import Init, Inner, Pair, State, Update
-from jgrad._trees.forms import SMALLEST, in_short
+from jgrad._trees.checks import in_short
+from jgrad._trees.forms import SMALLEST
 
 _LONGEST = 80  # characters of one argument
 
