@@ -1,13 +1,15 @@
-"""The forms that there are: `jgrad` enters them when it is imported."""
+"""What is behind the doors of the core: `jgrad` enters it when it is imported."""
 
 from jgrad._forms.eight_bits import EightBits
 from jgrad._forms.factors import RowsAndColumns
 from jgrad._forms.random_keys import RandomKeys
+from jgrad._inputs import aligned, functional
 from jgrad._trees import forms
 
 
 def enter() -> None:
-    """Puts them into the table in which the rest of the house finds them."""
+    """Puts forms, random bits and functional updates where the rest of the house finds them."""
     forms.register(EightBits())
     forms.register(RowsAndColumns())
     forms.rounds_by(RandomKeys)
+    functional.runs_by(aligned.run)

@@ -22,7 +22,6 @@ from jgrad._arithmetic.leaf_moment import is_rounded
 from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
 from jgrad._inputs.moment import Moment, Shapes, Step, check_form, zeros
 from jgrad._inputs.numbers import OfCall
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, forms, host_memory, trees, variables
 from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, check_keywords, keywords_of
@@ -129,7 +128,6 @@ class MomentOptions(NamedTuple):
 
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
-        read_mesh_axes(function, self.mesh_axes)
         if self.dtype is not None and self.form is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"

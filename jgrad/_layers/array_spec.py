@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgrad._layers import layer_axes as axes_of
-from jgrad._layers.layer_axes import LayerAxes
 from jgrad._trees import trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import Stack, told
+
+Layers = Any  # the `LayerAxes` of an array, of which a method without layers knows nothing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,11 +57,11 @@ class ArraySpec:
         """A bool per leaf as one for the array, or one for each layer where they differ."""
         return mask[self.positions[0]]
 
-    def layers_of_leaves(self, layers: LayerAxes) -> list[LayerAxes]:
+    def layers_of_leaves(self, layers: Layers) -> list[Layers]:
         """Where the layers of each leaf are; `layers` are those of the array."""
         return [layers]
 
-    def per_leaf(self, numbers: jax.Array, layers: LayerAxes) -> list[jax.Array]:
+    def per_leaf(self, numbers: jax.Array, layers: Layers) -> list[jax.Array]:
         """One number for each layer of the array as those of each leaf, in the shape of its stack.
 
         Args:
@@ -76,8 +76,8 @@ class ArraySpec:
         ]
 
     def layer_axes(
-        self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
-    ) -> LayerAxes:
+        self, per_leaf: Sequence[Layers], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
+    ) -> Layers:
         """Where the layers of the array are, from where those of each leaf of the tree are."""
         return per_leaf[self.positions[0]]
 
@@ -99,11 +99,3 @@ def specs(tree: PyTree) -> list[ArraySpec]:
         arrays += [ArraySpec((count,), stacks.get(path))] if own is None else own
         count += 1 if own is None else x.num_leaves
     return arrays
-
-
-def layer_axes_per_array(
-    arrays: Sequence[ArraySpec], mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
-) -> list[LayerAxes]:
-    """Where the layers of each array are, from arguments with an entry per leaf of the tree."""
-    per_leaf = axes_of.of_leaves(mesh_axes, layer_axes, reference)
-    return [spec.layer_axes(per_leaf, mesh_axes, layer_axes) for spec in arrays]

@@ -17,13 +17,13 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._forms.factors import Factors
-from jgrad._inputs import matrix_options, numbers, options
+from jgrad._inputs import layer_options, matrix_options, numbers, options
 from jgrad._inputs.around import narrow
-from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, count, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average_of_leaf
-from jgrad._inputs.matrix_options import LAST
+from jgrad._inputs.matrix_options import LAST, MATRICES
 from jgrad._inputs.moment import Moment, Shapes, Step
 from jgrad._inputs.transformation import AdafactorState, transformation
 from jgrad._layers import matrix_axes, norms
@@ -194,7 +194,7 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     chosen = given.arguments
     output_axes, layer_axes = chosen["output_axes"], chosen["layer_axes"]
     leaves, structure = trees.flatten(inputs.shapes)
-    stacked = options.stacked_axes(inputs, layer_axes).leaves
+    stacked = layer_options.stacked_axes(inputs, layer_axes).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
@@ -328,7 +328,7 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
 def _layers(inputs: Inputs, given: Given) -> list[LayerAxes]:
     """Where the layers are: a mesh axis along which they are stacked is not summed over."""
     mesh_axes = given.arguments["mesh_axes"]
-    axes = options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
+    axes = layer_options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
     if mesh_axes is None:
         return axes
     shardings = matrix_options.read_shardings(inputs.function, mesh_axes)
@@ -387,7 +387,7 @@ _OPTIONS = Options(
     scale_by_parameter=Role.FLAG,
     min_side=count(),
     rule=one_of("paper", "torch"),
-    layer_axes=Role.LAYER_AXES,
+    layer_axes=MATRICES["layer_axes"],
     output_axes=MATRICES["output_axes"],
     mesh_axes=MATRICES["mesh_axes"],
     **DECAY,

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
-from jgrad._inputs import numbers, options
+from jgrad._inputs import layer_options, numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
@@ -414,7 +414,7 @@ def hyperball(
         raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
     options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
     options.check_masks(_NAME, leaves=leaves)
-    options.check_axes(_NAME, mesh_axes, layer_axes)
+    layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
         options.check(_NAME, functools.partial(numbers.scalars, positive=True), radius=radius)
 
@@ -424,7 +424,7 @@ def hyperball(
         chosen = _keeping(inputs, leaves)
         # Outside of `shard_map`, leaves are whole.
         is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
-        axes = options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
+        axes = layer_options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
             radii = _measured(inputs, axes, chosen)
         else:
@@ -443,7 +443,7 @@ def hyperball(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
         chosen = _keeping(inputs, leaves)
-        axes = options.layers(inputs, mesh_axes, layer_axes)
+        axes = layer_options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
         undecayed = told().undecayed | set(itertools.compress(trees.names(inputs.shapes), chosen))
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, undecayed=undecayed)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._inputs import options
+from jgrad._inputs import layer_options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
@@ -209,7 +209,7 @@ def watch(
     """
     tx = inside.transformation(_NAME, tx)
     checks.count(_NAME, "every", every)
-    options.check_axes(_NAME, mesh_axes, layer_axes)
+    layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     warn = functools.cache(_LOG.warning)  # once for this transformation
 
     def init(params: PyTree) -> WatchState:
@@ -223,7 +223,7 @@ def watch(
 
         def without_notes(params: PyTree, inner: PyTree) -> Measured:
             inputs = WrapperInputs(_NAME, params, params, {})
-            layers = options.layers(inputs, mesh_axes, layer_axes)
+            layers = layer_options.layers(inputs, mesh_axes, layer_axes)
             return norms_of_update(inputs, layers, inputs.g, inputs.g)
 
         form = decisions.tried(_NAME, functools.partial(_form, dry, mesh_axes, params, inner), warn)
@@ -237,7 +237,7 @@ def watch(
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
-        layers = options.layers(inputs, mesh_axes, layer_axes)
+        layers = layer_options.layers(inputs, mesh_axes, layer_axes)
         steps, inner = inputs.hand_over(tx, updates, state, params, **said)
         numbers = norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
         return (inputs, steps, inner), numbers | said["notes"]
