@@ -152,7 +152,8 @@ from jgrad._soap.soap import soap
 from jgrad._states.carry_over import carry_over
 from jgrad._states.matching import Account
 from jgrad._states.state_shardings import state_shardings
-from jgrad._trees.explained import Transformation, explained_absence as _explained_absence
+from jgrad._trees.explained import Transformation
+from jgrad._trees.known_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.average_params import EmaState, average_params

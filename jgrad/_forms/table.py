@@ -4,7 +4,7 @@ from jgrad._forms.eight_bits import EightBits
 from jgrad._forms.factors import RowsAndColumns
 from jgrad._forms.random_keys import RandomKeys
 from jgrad._inputs import aligned, functional
-from jgrad._trees import forms
+from jgrad._trees import explained, forms, known_names, variables
 
 
 def enter() -> None:
@@ -12,4 +12,6 @@ def enter() -> None:
     forms.register(EightBits())
     forms.register(RowsAndColumns())
     forms.rounds_by(RandomKeys)
+    forms.boxed_by(variables)
     functional.runs_by(aligned.run)
+    explained.explains_by(known_names)

@@ -165,7 +165,7 @@ class Given:
                     read = options.beta_per_array(inputs, step, name, x).value
                 case Role.DECAY:
                     mask, rule = self.arguments["weight_decay_mask"], self.arguments[_RULE]
-                    is_for_some = mask is not None or inputs.undecayed
+                    is_for_some = mask is not None or inputs.undecayed is not None
                     if is_constant and x == 0 and mask is None:
                         read, decay = [0.0] * len(inputs.specs), None
                     elif is_constant and not (inputs.has_buffers or is_for_some):

@@ -201,23 +201,9 @@ def decay_of_leaves(
     decays = [0.0 if rules.is_zero(raw) else x for x, raw in with_raw]
     entries = inputs.option(name, structure.unflatten(decays)).leaves
     decays = [x if used and x is not None else 0.0 for x, used in zip(entries, use, strict=True)]
-    if inputs.undecayed:
-        _check_undecayed(inputs, name, decays)
+    if inputs.undecayed is not None:
+        inputs.undecayed.check(inputs, name, decays)
     return decays
-
-
-def _check_undecayed(inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
-    """No decay of leaves whose norm a wrapper keeps."""
-    paths = trees.names(inputs.shapes)
-    for path, x in zip(paths, decays, strict=True):
-        number = numbers.as_python_number(x)
-        if path in inputs.undecayed and not rules.is_zero(number):
-            expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
-            came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
-            if isinstance(x, jax.Array):
-                expected += f"; {checks.INJECTED}"
-            came = f"{came} at {path!r}"
-            raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
 
 
 def mask(inputs: Parameters, name: str, tree: Mask | None) -> list[bool]:

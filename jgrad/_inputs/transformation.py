@@ -22,9 +22,9 @@ from jgrad._arithmetic.leaf_moment import is_rounded
 from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
 from jgrad._inputs.moment import Moment, Shapes, Step, check_form, zeros
 from jgrad._inputs.numbers import OfCall
-from jgrad._trees import checks, forms, host_memory, trees, variables
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
-from jgrad._trees.explained import Transformation, check_keywords, keywords_of
+from jgrad._trees.explained import Transformation, keywords_of, known_names
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
 
@@ -425,8 +425,8 @@ def pair(
 
     def init_of_model(params: PyTree) -> PyTree:
         if not offloads:
-            host_memory.refuse(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
-        state = variables.blocks_of_variables(init(arrays_of(params)))
+            checks.on_device(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
+        state = forms.in_boxes(init(arrays_of(params)))
         directions = told().directions
         if directions is not None and name.startswith("scale_by_"):
             directions.append((name, state))
@@ -436,14 +436,14 @@ def pair(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         if extra_args:
-            check_keywords(name, extra_args, taken, checks_options=checks_options)
-        host_memory.refuse(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")
-        host_memory.refuse(name, "params", params, f"{_IN_STEP}, or {_ON_DEVICE}")
+            known_names().check_keywords(name, extra_args, taken, checks_options=checks_options)
+        checks.on_device(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")
+        checks.on_device(name, "params", params, f"{_IN_STEP}, or {_ON_DEVICE}")
         if not offloads:
             around = "`offload` around all of it"
-            host_memory.refuse(name, "state", state, f"{around}, or {_ON_DEVICE}")
+            checks.on_device(name, "state", state, f"{around}, or {_ON_DEVICE}")
         updates, before = checks.values_of(updates), checks.values_of(state)
-        params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
+        params, state = arrays_of(params, updates), forms.out_of_boxes(before)
         if kind is not None:
             if not isinstance(state, kind):
                 came, expected = type(state).__name__, checks.made_by_init(name, kind)
@@ -461,8 +461,8 @@ def pair(
             return steps, new
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
-            return steps, variables.in_form_of(before, new)
-        return steps, variables.blocks_of_variables(new)  # as where a sum begins
+            return steps, jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(new))
+        return steps, forms.in_boxes(new)  # as where a sum begins
 
     return Transformation(init_of_model, update_of_model)
 

@@ -24,7 +24,7 @@ from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
-from jgrad._trees.explained import refuse_without_effect
+from jgrad._trees.known_names import refuse_without_effect
 
 MOMENTUM = 0.95  # by default
 

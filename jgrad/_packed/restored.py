@@ -7,7 +7,7 @@ import jax
 
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
-from jgrad._trees import checks, forms, path_rules, trees
+from jgrad._trees import checks, forms, leaf_names, trees
 from jgrad._trees.protocols import PyTree
 
 
@@ -103,14 +103,14 @@ def _layouts(
     def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
-    keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
+    keys, shapes = leaf_names.keys_of(path), of_arrays(buffers)
     layouts: list[Layout] = []
     for like in likes:
         by_likeness: dict[int, list[Layout]] = {}
         for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=trees.is_packed):
             is_it = trees.is_packed(x) and of_arrays(x.buffers) == shapes
             if is_it and x.layout.shard is None:
-                end = path_rules.common_end(path_rules.keys_of(key_path), keys)
+                end = leaf_names.common_end(leaf_names.keys_of(key_path), keys)
                 by_likeness.setdefault(end, []).append(x.layout)
         layouts += by_likeness[max(by_likeness)] if by_likeness else []
     return layouts

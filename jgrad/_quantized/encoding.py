@@ -21,7 +21,7 @@ from jgrad._quantized.words import to_codes
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
-from jgrad._trees.variables import is_leaf
+from jgrad._trees.trees import is_leaf
 
 # For a maximum over rows, XLA's CPU backend writes its input to memory, 4 bytes per element. A
 # maximum over an axis that is not the last is a loop that computes what it reads, so a block is

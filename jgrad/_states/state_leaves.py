@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from jgrad._inputs import options
-from jgrad._trees import checks, forms, path_rules, trees, variables
+from jgrad._trees import checks, forms, leaf_names, trees, variables
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
@@ -187,7 +187,7 @@ def leaves_of(tree: PyTree) -> list[tuple[Keys, Leaf]]:
 
 def keys_of(path: KeyPath) -> Keys:
     """The keys of a path as text."""
-    return tuple(path_rules.keys_of(path))
+    return tuple(leaf_names.keys_of(path))
 
 
 def _fields(
@@ -208,7 +208,7 @@ def _fields(
     if children is None:
         yield StateLeaf("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
         return
-    names = [path_rules.shown((key,)) for key, _ in children]
+    names = [leaf_names.shown((key,)) for key, _ in children]
     fields = _fields_of(node, set(names))
     if fields is None:
         links = ", ".join(type(x).__name__ for x in _links(node, children))

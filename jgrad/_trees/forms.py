@@ -147,6 +147,7 @@ class Form:
 _BY_KIND: dict[type, Form] = {}
 _BY_NAME: dict[str, Form] = {}
 _RANDOM: list[Callable[..., Any]] = []
+_BOXES: list[Any] = []
 
 
 def register(form: Form) -> None:
@@ -159,6 +160,11 @@ def register(form: Form) -> None:
 def rounds_by(random: Callable[..., Any]) -> None:
     """Adds what rounds at random: `random(step)` has `rounding(inputs, old, mesh_axes)`."""
     _RANDOM[:] = [random]
+
+
+def boxed_by(boxes: Any) -> None:
+    """Adds what knows the boxes in which flax holds arrays: `variables.py`."""
+    _BOXES[:] = [boxes]
 
 
 def of(x: Any) -> Form | None:
@@ -218,6 +224,18 @@ def map_forms(f: Callable[[Form, Any], Any], tree: PyTree) -> PyTree:
     if not some(leaves):
         return tree
     return structure.unflatten([f(_BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+
+
+def in_boxes(tree: PyTree) -> PyTree:
+    """A state as users see it, in which parts are in boxes of flax, if these held the leaves."""
+    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
+    return _BOXES[0].blocks_of_variables(tree) if has_some else tree
+
+
+def out_of_boxes(tree: PyTree) -> PyTree:
+    """A state as methods see it; the same if no part is in a box."""
+    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
+    return _BOXES[0].variables_of_blocks(tree) if has_some else tree
 
 
 def to_words(tree: PyTree) -> PyTree:

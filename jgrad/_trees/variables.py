@@ -16,15 +16,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._trees import forms
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
+from jgrad._trees.trees import is_leaf
 
 Names = Sequence[object]
 # Attributes in which nnx variables name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
-
-
-def is_leaf(x: PyTree) -> bool:
-    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
-    return x is None or forms.of(x) is not None
 
 
 def is_variable(x: object) -> bool:

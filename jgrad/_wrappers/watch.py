@@ -19,7 +19,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
-from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees import checks, leaf_names, shardings, shares, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
@@ -74,7 +74,7 @@ def _norms_of(
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
         numbers[_NONFINITE] = shares.of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
-    names = trees.names(inputs.shapes)
+    names = leaf_names.names(inputs.shapes)
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:
             of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
@@ -330,7 +330,7 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
     with_value = {key: match for key in report if (match := _VALUE.fullmatch(key))}
     if not with_value:
         return {key: key for key in report}
-    names = set(trees.names(trees.shapes(params)))
+    names = set(leaf_names.names(trees.shapes(params)))
     now = {
         key: f"{match['kind']}/{match['leaf']}{match['count']}"
         for key, match in with_value.items()
