@@ -8,7 +8,6 @@ leaves of the stack alone, and again for a stack of many times as many layers.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +23,6 @@ from jgrad._trees.told import telling
 from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
-
-# A leaf in host memory is updated in slices of rows: of at most so many elements, since a copy of
-# 32 MB takes a hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
-_SLICE, _TILE = 2**23, 32
 
 # A stack with this many times as many layers: if blocks of 256 elements cross layers, an array of
 # scales does not become this many times as long.
@@ -206,7 +201,7 @@ class Whole:
     def rows(self, i: int) -> Portion | None:
         """That of leaf `i`, whose slices of rows are layers; None where it cannot be cut so."""
         shape = list(self.shapes.values())[i].shape
-        count = _slices(shape)
+        count = host_memory.slices(shape)
         if count is None:
             return None
         try:
@@ -280,16 +275,6 @@ class Whole:
                 expected = f"shape {shape}: the method needs {needed}"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
-
-
-def _slices(shape: Sequence[int]) -> int | None:
-    """Into how many slices of rows a leaf is cut; None where rows do not divide so."""
-    size = math.prod(shape)
-    fewest = -(-size // _SLICE)
-    if fewest < 2 or len(shape) < 2:
-        return None
-    counts = range(fewest, 16 * fewest)
-    return next((n for n in counts if shape[0] % (n * _TILE) == 0), None)
 
 
 class Owned(NamedTuple):

@@ -20,8 +20,8 @@ _SMALLEST = 2**16
 # XLA for TPUs cannot slice one row of an array in half precision from the host, and scalars may be
 # donated to results on the device. Stacked vectors have as many rows as a model has layers.
 ROWS = 256
-# What is large is made in slices: of at most so many elements, since a copy of 32 MB takes a
-# hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
+# What is large is made and updated in slices: of at most so many elements, since a copy of 32 MB
+# takes a hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
 SLICE, TILE = 2**23, 32
 
 
@@ -65,8 +65,9 @@ def slices(shape: Sequence[int]) -> int | None:
         return None
     is_stack = len(shape) > 2 and shape[-2] >= TILE
     tile = 1 if is_stack else TILE
-    counts = (n for n in range(2, shape[0] // tile + 1) if shape[0] % (n * tile) == 0)
-    return next((n for n in counts if size <= n * SLICE), shape[0] if is_stack else None)
+    fewest = -(-size // SLICE)
+    counts = (n for n in range(fewest, 16 * fewest) if shape[0] % (n * tile) == 0)
+    return next(counts, shape[0] if is_stack else None)
 
 
 def to_host(tree: PyTree, which: Iterable[bool] | None = None) -> PyTree:
