@@ -418,8 +418,8 @@ def adafactor(
 
     where r has one value per output of a matrix, and c one per input. A leaf that is not a matrix,
     or has a side shorter than `min_side`, keeps all of v instead:
-    `v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0])`. RMS is the root mean square over a layer, which
-    is one leaf unless `layer_axes` says otherwise. The averages are in float32 even for
+    `v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0])`. RMS is the root mean square over a layer,
+    which is one leaf unless `layer_axes` says otherwise. The averages are in float32 even for
     half-precision weights, and in float64 for float64.
 
     The paper uses the learning rate `min(0.01, 1 / sqrt(t))`, which is `lambda done:
