@@ -3,6 +3,7 @@
     python .ci/address.py NAME
 
 replaces `OWNER`, which stands for an address that is not known yet. The files are those below.
+Pages that do without an address then have it, too.
 """
 
 import pathlib
@@ -10,6 +11,17 @@ import re
 import sys
 
 FILES = ("pyproject.toml", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")
+# What a page says before, and what then.
+PAGES = {
+    "README.md": (
+        "In a clone of this repository, run `pip install .`; for",
+        'Run `pip install "git+ADDRESS"`; for',
+    ),
+    "CONTRIBUTING.md": (
+        "In a clone of this repository:\n\n```sh\n",
+        "```sh\ngit clone ADDRESS && cd jgrad\n",
+    ),
+}
 ADDRESS = re.compile(r"(github(?:usercontent)?\.com/)OWNER(?=/jgrad)")
 
 
@@ -21,6 +33,13 @@ def main(folder: pathlib.Path, owner: str) -> None:
         text, count = ADDRESS.subn(rf"\g<1>{owner}", path.read_text())
         path.write_text(text)
         print(f"{name}: {count}")
+    for name, (before, after) in PAGES.items():
+        path = folder / name
+        text = path.read_text()
+        path.write_text(
+            text.replace(before, after.replace("ADDRESS", f"https://github.com/{owner}/jgrad"))
+        )
+        print(f"{name}: {text.count(before)}")
 
 
 if __name__ == "__main__":

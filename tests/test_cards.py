@@ -1,4 +1,4 @@
-"""The figures of docs/methods.md are counted, and those of programs for accelerators are their limits."""
+"""The figures of methods side by side are counted, and those of programs for accelerators are their limits."""
 
 import functools
 import re
@@ -52,7 +52,7 @@ ROWS = {
     "`schedule_free`, `adam`": (lambda **options: jgrad.schedule_free(jgrad.adam(1e-3, beta1=0.0, **options)),
      "schedule_free(Adam)"),
 }  # fmt: skip
-TABLE = {row[0]: row[1:] for row in rows(section("docs/methods.md", "Side by side"))}
+TABLE = {row[0]: row[1:] for row in rows(section("benchmarks/notes/side_by_side.md", "The table"))}
 every_row = pytest.mark.parametrize("name", TABLE | ROWS)
 
 

@@ -172,7 +172,7 @@ def test_links_lead_somewhere(name):
         (["README.md"], 800),
         (["CONTRIBUTING.md"], 2800),
         (["BUILD_NOTES.md"], 4550),
-        (["README.md", *GUIDES], 17_700),  # what a reader takes an hour for
+        (["README.md", *GUIDES], 18_250),  # what a reader takes an hour for
         (["docs/runs.md"], 850),
     ],
 )
@@ -185,7 +185,7 @@ def test_length(pages, words):
 
 def test_the_commands_of_readme():
     """`.ci/run` takes them by number; the page is read at a sitting."""
-    assert len(page("README.md").splitlines()) <= 120
+    assert len(page("README.md").splitlines()) <= 110
     first, second, third = blocks("README.md", "sh")
     assert "train_digits.py" in first
     assert "pytest" in second
@@ -229,7 +229,7 @@ def step_and_build(row, work=""):
 
 def test_figures_of_readme():
     table = rows(section("README.md", "Times"))
-    assert len(table) == 6
+    assert len(table) == 4
     for title, method, form, *figures in table:
         work = title.removesuffix(", relative to jgrad in float32")
         work = f"memory: {work}" if work != title else title
@@ -241,19 +241,35 @@ PEAKS = (
     "AdamW in 8 bits",
     "AdamW of optax, bfloat16 weights",
     "AdamW of optax, float32 weights",
-    "AdamW in 8 bits, 8 sequences",
-    "AdamW in 8 bits, 8 sequences, head in slices",
 )
 
 
+def bullet(first):
+    """Of README's reasons, the one that begins so."""
+    (reason,) = re.findall(
+        rf"^- \*\*{first} (.*?)(?=^- )", page("README.md"), re.DOTALL | re.MULTILINE
+    )
+    return reason
+
+
+def test_sizes_of_readme():
+    """Of the largest model with all in host memory, and of optax's."""
+    table = rows(section("docs/four_bytes.md", "The largest model"))
+    largest = {name: re.findall(r"[\d.]+", tpu) for name, tpu, *_ in table}
+    in_host = "AdamW, bfloat16, all in host memory, bfloat16 moments, in the backward pass"
+    size, *_, per_parameter, host = largest[in_host]
+    text = re.sub(r"\s+", " ", bullet("Models"))
+    assert f"{host} GB on the host" in text
+    assert largest["optax AdamW, bfloat16"][0] + " billion" in text
+    (peak,) = re.findall(r"peaks at ([\d.]+) GB", text)
+    assert float(peak) / float(size) == pytest.approx(float(per_parameter), abs=0.005)
+
+
 def test_peaks_of_readme():
-    """On a TPU: of a decoder in the backward pass, of optax, and of a larger batch."""
+    """On a TPU: of a decoder in the backward pass, and of optax."""
     peaks = {name: tpu for name, tpu, _ in rows(section("docs/four_bytes.md", "The peak"))}
     expected = [peaks[name].rpartition(" → ")[2] for name in PEAKS]
-    (reason,) = re.findall(
-        r"^- \*\*4 bytes (.*?)(?=^- )", page("README.md"), re.DOTALL | re.MULTILINE
-    )
-    assert re.findall(r"\d+\.\d+", reason) == expected
+    assert re.findall(r"\d+\.\d+", bullet("4")) == expected
 
 
 def test_a_decoder_in_the_backward_pass():
@@ -271,7 +287,7 @@ def test_figures_are_those_of_the_benchmark():
     figures = [x for x in page(STEPS).splitlines() if len(x.split("|")) == 12]
     assert len(figures) > 20
     assert set(figures) <= set(page("benchmarks/results.md").splitlines())
-    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:4]
+    titles = re.findall(r"^## (.*)$", page("docs/benchmarks.md"), re.MULTILINE)[:3]
     assert titles[-1] == "Memory"
     for title in titles:
         work = "memory: 20 leaves of 1024 x 512" if title == "Memory" else title
@@ -284,14 +300,6 @@ def test_figures_are_those_of_the_benchmark():
     shapes = [x for x in re.findall(r"(?m)^### (.*)$", RESULTS) if " matrices of " in x]
     steps = sorted(row[2] for x in shapes for row in measured(x).values())
     assert re.findall(r"\d+\.\d+", shown) == [steps[0], steps[-1]]
-
-
-def test_compiled_figures_are_those_of_the_notes():
-    """Which `test_figures_of_accelerators` compares with what the compilers made."""
-    there = section("benchmarks/notes/accelerators.md", "What each recipe costs")
-    shown = rows(section("docs/benchmarks.md", "Compiled for TPU and GPU"))
-    assert len(shown) == 5
-    assert all(row in rows(there) for row in shown)
 
 
 def test_targets():
@@ -318,6 +326,7 @@ def test_figures_on_paper():
     machine, there = traffic.Machine(), page("benchmarks/notes/on_paper.md")
     assert traffic.table(machine) in there
     assert host_traffic.table(machine) in there
+    assert host_traffic.table(machine) in page("docs/larger_than_device.md")
     assert host_traffic.rates(machine) in there
 
 
@@ -334,15 +343,6 @@ def test_bytes_over_the_link():
     # New ones go back while others come, but the memory of a host does one or the other.
     gh200 = host_traffic.HOSTS[2]
     assert host_traffic.seconds(found[1], gh200, machine) == pytest.approx(8 / (0.8 * 512e9))
-
-
-def test_figures_of_choose_stand_on_the_pages_that_are_linked():
-    number = r"\d+\.\d+|\d{2,}"
-    table = [row for row in rows(page("docs/choose.md")) if len(row) == 4]
-    assert len(table) == 10
-    for model, _, cost, more in table:
-        there = " ".join(page(f"docs/{name}") for name in re.findall(r"\((\w+\.md)\)", more))
-        assert set(re.findall(number, cost)) <= set(re.findall(number, there)), model
 
 
 def test_bytes_and_operations_of_recipes():
@@ -362,7 +362,7 @@ OPTIMIZERS = {
         jgrad.lion,
         jgrad.lars,
     ],
-    "`adam`, `lamb`": [jgrad.adam, jgrad.lamb],
+    "`adam`": [jgrad.adam, jgrad.lamb],  # as the page says
     "`adafactor`": [jgrad.adafactor],
 }
 MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "bfloat16")]
@@ -372,15 +372,15 @@ MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "
 def test_memory(row):
     """The bytes of abstract states of a million parameters."""
     dtype, text, *figures = row
-    moments, master, total = map(float, figures)
+    kept, total = map(float, figures)
     pattern = r"(?:`(\w+)` of )?(.*?)(?:, `moment_dtype=\"?(\w*)\"?`)?"
     wrapper, name, option = re.fullmatch(pattern, text).groups()
     size = jnp.dtype(dtype).itemsize
-    assert total == pytest.approx(2 * size + moments + master, abs=1e-9)  # and its gradient
+    assert total == pytest.approx(2 * size + kept, abs=1e-9)  # and its gradient
     w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})
         tx = getattr(jgrad, wrapper)(tx) if wrapper else tx
         state = jax.eval_shape(tx.init, w)
         found = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
-        assert found == pytest.approx(moments + master, abs=5e-3)  # a digit more, and counters
+        assert found == pytest.approx(kept, abs=5e-3)  # a digit more, and counters

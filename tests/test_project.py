@@ -47,7 +47,8 @@ def test_the_owner_is_replaced_in_every_file(tmp_path):
     """Those in which it stands are those that the command knows, and it leaves none."""
     owner = next(iter(addresses()["pyproject.toml"]))
     files = addresses()
-    for name in [*files, ".ci/address.py"]:
+    pages = ["README.md", "CONTRIBUTING.md"]
+    for name in dict.fromkeys([*files, *pages, ".ci/address.py"]):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
         text = (ROOT / name).read_text()
@@ -55,10 +56,9 @@ def test_the_owner_is_replaced_in_every_file(tmp_path):
             (tmp_path / name).write_text(text.replace(f"/{owner}/jgrad", f"/{PLACEHOLDER}/jgrad"))
     found = address(tmp_path, "some-body")
     assert not found.returncode, found.stderr
-    assert re.findall(r"^(\S+): [1-9]\d*$", found.stdout, re.MULTILINE) == sorted(
-        files, key=found.stdout.index
-    )
-    for name in files:
+    expected = {*files, *pages}
+    assert sorted(re.findall(r"^(\S+): [1-9]\d*$", found.stdout, re.MULTILINE)) == sorted(expected)
+    for name in expected:
         text = (tmp_path / name).read_text()
         assert PLACEHOLDER not in text
         assert set(ADDRESS.findall(text)) == {"some-body"}

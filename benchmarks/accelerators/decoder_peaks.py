@@ -21,7 +21,7 @@ from benchmarks import markdown
 from benchmarks.accelerators import bars, flax_decoders, targets, train_steps
 from benchmarks.accelerators.flax_decoders import LENGTH, Model
 from benchmarks.accelerators.targets import TARGETS
-from benchmarks.accelerators.train_steps import FORMS, ON_HOST, RECIPES, Recipe
+from benchmarks.accelerators.train_steps import ALL, FORMS, LAYERS_TOO, ON_HOST, RECIPES, Recipe
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
@@ -68,10 +68,12 @@ CASES = {
     "AdamW in 8 bits, 8 sequences, head in slices": Case(_EIGHT_BITS, _in_slices, 8),
     "AdamW, moments in host memory": Case(ON_HOST),
     "AdamW, moments in host memory, head in slices": Case(ON_HOST, _in_slices),
+    "AdamW, moments and layers in host memory": Case(ON_HOST._replace(on_host=LAYERS_TOO)),
+    "AdamW, moments and all weights in host memory": Case(ON_HOST._replace(on_host=ALL)),
 }
 
-# By "target case": bytes per parameter of each form.
-Peaks = dict[str, list[float]]
+# By "target case": bytes per parameter of each form; None where gradients alone do not fit.
+Peaks = dict[str, list[float | None]]
 
 
 def peak(target: str, case: Case, form: str) -> float:
@@ -94,7 +96,7 @@ def table(found: Peaks) -> str:
     """In Markdown, a row for each case; a cell has the peak of each form."""
 
     def cell(row: str) -> str:
-        return " → ".join(f"{x:.2f}" for x in found.get(row, ())) or "—"
+        return " → ".join("—" if x is None else f"{x:.2f}" for x in found.get(row, ())) or "—"
 
     rows = [[name, *(cell(f"{key} {name}") for key in MACHINES)] for name in CASES]
     return markdown.table(["step", *(TARGETS[key].title for key in MACHINES)], rows)
@@ -137,7 +139,11 @@ def main(argv: list[str]) -> None:
             if case.recipe.on_host and not TARGETS[key].has_host:
                 continue
             forms = FORMS[:1] if case.recipe.of_optax else FORMS
-            found[row] = [round(peak(key, case, form), 3) for form in forms]
+            beyond = case.recipe.on_host in (LAYERS_TOO, ALL)  # of what the other form can hold
+            found[row] = [
+                None if beyond and form == FORMS[0] else round(peak(key, case, form), 3)
+                for form in forms
+            ]
             print(row, *found[row], flush=True)
             if flags.FLAGS.write:
                 RESULTS.write_text(json.dumps(known() | found, indent=1) + "\n")

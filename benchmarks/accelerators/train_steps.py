@@ -30,7 +30,8 @@ class Recipe(NamedTuple):
       dtype: of the weights.
       first_pass: whether it needs a number of all gradients.
       of_optax: whether it is optax's, for the usual form alone.
-      on_host: what of it is in host memory: nothing, its state, or also the weights.
+      on_host: what of it is in host memory: nothing, its state, or also weights, those of layers
+        or all.
     """
 
     make: Callable[[], optax.GradientTransformation]
@@ -82,7 +83,7 @@ RECIPES = {
     "Muon": Recipe(_muon),
     "bf16: stochastic(Muon)": Recipe(lambda: jgrad.stochastic_rounding(_muon()), _BF16),
 }
-STATE, ALL = "state", "weights and state"
+STATE, LAYERS_TOO, ALL = "state", "layers and state", "weights and state"
 
 
 def on_host(moment_dtype: Any, what: str) -> Recipe:
@@ -158,6 +159,12 @@ def _placed(target: Target, tree: Any, on_host: Sequence[bool]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
+def _is_on_host(recipe: Recipe, path: Any, x: Any) -> bool:
+    """Whether a parameter is; small ones stay on the device, as `offload` places them."""
+    chosen = recipe.on_host == ALL or (recipe.on_host == LAYERS_TOO and "layers" in str(path))
+    return chosen and x.size >= 2**20 and x.ndim > 1
+
+
 def compiled(
     target: Target, recipe: Recipe, form: str, loss: Callable[..., Any], params: Any, *args: Any
 ) -> Program:
@@ -167,11 +174,8 @@ def compiled(
     program, state = jax.make_jaxpr(tx.init, return_shape=True)(params)
     is_there = [x.memory_space == jax.memory.Space.Host for x in program.out_avals]
     state = _placed(target, state, is_there)
-    if recipe.on_host == ALL:  # as `offload` places them
-        large = [x.size >= 2**20 and x.ndim > 1 for x in jax.tree.leaves(params)]
-        params = _placed(target, params, large)
-    else:
-        params = on_one_device(target, params)
+    pairs = jax.tree_util.tree_leaves_with_path(params)
+    params = _placed(target, params, [_is_on_host(recipe, *pair) for pair in pairs])
     args = on_one_device(target, args)
     kept = jax.tree.map(lambda x: x.sharding, (params, state)) if recipe.on_host else None
     out_shardings = kept and (*kept, None)

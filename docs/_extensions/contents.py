@@ -44,6 +44,7 @@ CONTENTS = {
 # Pages under one entry, which lists each with a sentence.
 _MEASUREMENTS = {
     "results": "Every timing beside optax and PyTorch, with plots.",
+    "notes/side_by_side": "What each method keeps, moves and sends, and how a small model trains.",
     "notes/steps": "How steps were timed, their targets, and what explains the figures.",
     "notes/accelerators": "What a step costs on a TPU and a GPU, counted in compiled programs.",
     "notes/on_paper": "What fits on many chips, and what training sends between them.",

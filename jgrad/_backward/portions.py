@@ -8,7 +8,6 @@ leaves of the stack alone, and again for a stack of many times as many layers.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,18 +15,13 @@ import jax
 import numpy as np
 import optax
 
-from jgrad._quantized import words
-from jgrad._trees import checks, host_memory, shardings, shares, trees
+from jgrad._trees import checks, forms, host_memory, shardings, shares, trees
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
 from jgrad._trees.trees import Structure
 
 _NAME, _INIT = "step_in_backward", "tx.init(params)"
-
-# A leaf in host memory is updated in slices of rows: of at most so many elements, since a copy of
-# 32 MB takes a hundred times as long as starting it; and of a multiple of the rows of a TPU's tile.
-_SLICE, _TILE = 2**23, 32
 
 # A stack with this many times as many layers: if blocks of 256 elements cross layers, an array of
 # scales does not become this many times as long.
@@ -119,6 +113,15 @@ class Portion(NamedTuple):
         return [(i, cut) for i, cut in self.cuts if cut is not None]
 
 
+def _shapes(tree: PyTree) -> PyTree:
+    """The types of the arrays of a tree, with those of codes for words."""
+
+    def of_leaf(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
+
+    return forms.to_codes(jax.tree.map(of_leaf, tree))
+
+
 def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
     if trees.any_packed(tree):
@@ -157,7 +160,7 @@ class Whole:
         self.tx, self.shapes, self._state = tx, shares.shapes_of(params), state
         self.structure: Structure = jax.tree.structure(params)
         self._stored = [np.shape(x) for x in jax.tree.leaves(state)]
-        arrays = jax.tree_util.tree_leaves_with_path(words.shapes(state))
+        arrays = jax.tree_util.tree_leaves_with_path(_shapes(state))
         self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
         self._in_codes = [np.shape(x) for _, x in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
@@ -206,7 +209,7 @@ class Whole:
     def rows(self, i: int) -> Portion | None:
         """That of leaf `i`, whose slices of rows are layers; None where it cannot be cut so."""
         shape = list(self.shapes.values())[i].shape
-        count = _slices(shape)
+        count = host_memory.slices(shape)
         if count is None:
             return None
         try:
@@ -260,7 +263,7 @@ class Whole:
 
     def _init(self, shapes: PyTree) -> PyTree:
         # A new function, because JAX caches traces, and does not compare what is told.
-        return words.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
+        return forms.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
 
     def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
         """Of the array of the state with that path and shape, which may be of layers there."""
@@ -280,16 +283,6 @@ class Whole:
                 expected = f"shape {shape}: the method needs {needed}"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
         return i
-
-
-def _slices(shape: Sequence[int]) -> int | None:
-    """Into how many slices of rows a leaf is cut; None where rows do not divide so."""
-    size = math.prod(shape)
-    fewest = -(-size // _SLICE)
-    if fewest < 2 or len(shape) < 2:
-        return None
-    counts = range(fewest, 16 * fewest)
-    return next((n for n in counts if shape[0] % (n * _TILE) == 0), None)
 
 
 class Owned(NamedTuple):

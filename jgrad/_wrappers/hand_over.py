@@ -39,7 +39,7 @@ class WrapperInputs(Inputs):
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
         self._around = told()
-        own = self._around._replace(notes=None, undecayed=frozenset())  # for what is inside
+        own = self._around._replace(notes=None, undecayed=None)  # which are for what is inside
         super().__init__(function, updates, params, own)
         self.extra_args = extra_args
 

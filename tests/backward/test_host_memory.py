@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._backward import portions
 from jgrad._backward.step_in_backward import forced
 from jgrad._trees import host_memory
 from tests.backward import models
@@ -185,7 +184,8 @@ def tokens(seed=0):
 @pytest.fixture
 def four_slices(monkeypatch):
     """Of the embedding and of the head."""
-    monkeypatch.setattr(portions, "_SLICE", VOCABULARY * WIDTH // 4)
+    monkeypatch.setattr(host_memory, "_SMALLEST", 1024)
+    monkeypatch.setattr(host_memory, "SLICE", VOCABULARY * WIDTH // 4)
 
 
 def loops(step, *args):
@@ -309,11 +309,11 @@ def test_slices_are_fetched_in_their_loop():
 
 def test_rows_that_do_not_divide_are_not_cut():
     """A TPU slices a multiple of 32 rows; and a small leaf is whole."""
-    size = portions._SLICE
-    assert portions._slices((2**18, 256)) == 2**26 // size
-    assert portions._slices((50257, 1024)) is None
-    assert portions._slices((size // 256, 256)) is None
-    assert portions._slices((2 * size,)) is None
+    size = host_memory.SLICE
+    assert host_memory.slices((2**18, 256)) == 2**26 // size
+    assert host_memory.slices((50257, 1024)) is None
+    assert host_memory.slices((size // 256, 256)) is None
+    assert host_memory.slices((2 * size,)) is None
 
 
 # ---- what is where -------------------------------------------------------------------------------

@@ -155,6 +155,7 @@ def saved_and_restored(names, printed):
     shutil.rmtree(names["path"].parent)
     assert kinds(params) == ["device", "pinned_host", "pinned_host"]
     assert set(kinds(state.inner.mw)) == {"pinned_host"}
+    assert all(map(host_memory.is_on_host, jax.tree.leaves((params["layers"], state.inner.mw))))
     expected = made, tx.init(made)
     for x, y in zip(*map(jax.tree.leaves, on_device(((params, state), expected))), strict=True):
         np.testing.assert_array_equal(x, y)
