@@ -284,10 +284,10 @@ def accumulate(
         checks.flag(_NAME, "emit", emit)
         checks.flag(_NAME, "finite", finite)
         around = told()
-        finite = around.finite_with(finite)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
-        emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
+        emit = decisions.agreed(emit, devices)
+        finite = decisions.agreed(around.finite_with(finite), devices)
         use = _use(inputs, updates, finite, check_finite, devices)
         if weighted:
             weight, use = _summed(weight, use, inputs, devices)
@@ -300,8 +300,7 @@ def accumulate(
         if isinstance(emit, (bool, np.bool_)) and not emit:
             steps, total, inner = inputs.zeros(), window.total(), state.inner
         else:
-            clips = around.windows is not None and around.windows.clips
-            steps, total, inner = _branches(window, tx, state.inner, params, extra_args, clips)
+            steps, total, inner = _branches(window, tx, state.inner, params, extra_args)
         new = window.next_state(kind, total, inner)
         if around.windows is not None:
             around.windows.settle(steps)
@@ -449,15 +448,15 @@ def _branches(
     state: PyTree,
     params: PyTree,
     extra_args: dict[str, Any],
-    clips: bool,
 ) -> tuple[PyTree, Leaves, PyTree]:
     """Updates, sums and the state of `tx` where the window may close.
 
     One array for each leaf goes through two branches, in the place of the sum. If the window closes
     it becomes the mean, and then the step; else it stays as it is, and the pass that applies the
-    updates adds the gradient. Then nothing is written elsewhere. With `clips`, what overflows in an
-    update saturates.
+    updates adds the gradient. Then nothing is written elsewhere.
     """
+    around = told().windows
+    clips = around is not None and around.clips
     inputs, sums, close = window.inputs, window.sums, window.close
     fits = list(map(_fits, inputs.reference.leaves, sums))
     divided = sums

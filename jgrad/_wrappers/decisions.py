@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
@@ -309,17 +308,10 @@ def decided(
       commit: the same decision, as it was told inwards; what it has settled is taken as it is.
       clips: whether what overflows becomes the largest number.
     """
-
-    def is_update(u: Any, zero: Any) -> bool:
-        return commit is not None and commit.has_settled(u)
-
-    def is_kept(n: Any, o: Any) -> bool:
-        return commit is not None and commit.has_settled(n, o)
-
-    of_updates, of_states = numerics.largest_update, numerics.largest_number
+    (updates, state), (zeros, before) = new, old
     return (
-        choose(use, new[0], old[0], is_update, of_updates if clips else None),
-        choose(use, new[1], old[1], is_kept, of_states if clips else None),
+        choose(use, updates, zeros, commit, clips=clips, are_updates=True),
+        choose(use, state, before, commit, clips=clips),
     )
 
 
@@ -327,25 +319,24 @@ def choose(
     use_new: Flag,
     new: PyTree,
     old: PyTree,
-    is_settled: Callable[[Any, Any], bool] = lambda n, o: False,
-    largest: Callable[[np.dtype], float] | None = None,
+    commit: Commit | None = None,
+    *,
+    clips: bool = False,
+    are_updates: bool = False,
 ) -> PyTree:
     """`new` or `old`, in the dtypes of `old`, which some transformations change.
 
-    Args:
-      use_new: the decision.
-      new: arrays.
-      old: those in whose place they are.
-      is_settled: whether the first is taken in the place of the second, whatever the decision is.
-      largest: what a number of a dtype is clipped to, where the old one was finite.
+    `are_updates` says that `old` are zeros; the others are as in `decided`.
     """
+    largest = numerics.largest_update if are_updates else numerics.largest_number
 
     def choice(n: Any, o: Any) -> Call:
-        if n is o or is_settled(n, o):
+        place = None if are_updates else o
+        if n is o or (commit is not None and commit.has_settled(n, place)):
             return leafwise.identity, (n,)
         if not checks.is_numeric(o):  # as keys of random bits are not
             return leafwise.identity, (n if use_new is True else jnp.where(use_new, n, o),)
-        bound = largest(o.dtype) if largest is not None and checks.is_inexact(o) else math.inf
+        bound = largest(o.dtype) if clips and checks.is_inexact(o) else math.inf
         use = () if use_new is True else (use_new,)
         return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 

@@ -16,7 +16,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling, told
-from jgrad._wrappers import decisions, inside
+from jgrad._wrappers import inside
 from jgrad._wrappers.decisions import Flag
 
 Arrays = tuple[jax.Array, ...]
@@ -72,13 +72,11 @@ class Tried(NamedTuple):
 
     Attributes:
       commit: the decision that was told inwards.
-      steps: the updates, with zeros where there are none.
-      state: the new state inside.
+      results: the updates, with zeros where there are none, and the new state inside.
     """
 
     commit: Commit
-    steps: PyTree
-    state: PyTree
+    results: tuple[PyTree, PyTree]
 
 
 class RejectingInputs(WrapperInputs):
@@ -135,23 +133,7 @@ class RejectingInputs(WrapperInputs):
         steps, new = self.hand_over(tx, gradients, self.state, self.params, **said)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
-        return Tried(commit, self.directions(trees.flatten(steps)[0]), new)
-
-    def chosen(
-        self, new: Tried, use: Flag, old: PyTree, *, clips: bool, is_settled: bool = True
-    ) -> tuple[PyTree, PyTree]:
-        """Updates and state if `use` is True, else zeros and the old state.
-
-        Args:
-          new: what was tried.
-          use: one bool, which may be traced.
-          old: the state that stays otherwise.
-          clips: whether what overflows becomes the largest number.
-          is_settled: whether what was told inwards is this decision.
-        """
-        known = new.commit if is_settled else None
-        results, others = (new.steps, new.state), (self.zeros(), old)
-        return decisions.decided(use, results, others, known, clips=clips)
+        return Tried(commit, (self.directions(trees.flatten(steps)[0]), new))
 
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
         """The wrapper's own counters, which stay if a wrapper around leaves the gradients out."""

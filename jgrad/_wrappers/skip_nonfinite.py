@@ -229,9 +229,11 @@ def _committed(
     old = inputs.state
     if new.commit.is_heard:
         works &= _is_seen_nowhere_else(inputs, new, gradients, mesh_axes)
-        use, old = works, old if works is True else rejected(old, new.state, new.commit.flag)
-    steps, state = inputs.chosen(new, use, old, clips=clips, is_settled=works is True)
-    return finite & works, steps, state
+        use, old = works, old if works is True else rejected(old, new.results[1], new.commit.flag)
+    # What was told inwards is this decision, unless something was found since.
+    commit = new.commit if works is True else None
+    results = decisions.decided(use, new.results, (inputs.zeros(), old), commit, clips=clips)
+    return finite & works, *results
 
 
 def _works(
@@ -243,9 +245,9 @@ def _works(
         is_float16 = checks.is_inexact(x) and not numerics.has_room(x.dtype)
         return is_float16 if check_results is None else check_results
 
-    both = zip(jax.tree.leaves(new.state), jax.tree.leaves(inputs.state), strict=True)
+    both = zip(jax.tree.leaves(new.results[1]), jax.tree.leaves(inputs.state), strict=True)
     states = [(n, o) for n, o in both if n is not o and is_looked_at(n)]
-    steps = [u if is_looked_at(u) else None for u in trees.flatten(new.steps)[0]]
+    steps = [u if is_looked_at(u) else None for u in trees.flatten(new.results[0])[0]]
     works: Flag = True
     if states:
         works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
@@ -262,9 +264,10 @@ def _is_seen_nowhere_else(
     inputs: RejectingInputs, new: Tried, gradients: PyTree, mesh_axes: tuple[str, ...]
 ) -> Flag:
     """Whether gradients that windows leave out did not spoil what is beside these."""
-    leaves = zip(trees.flatten(gradients)[0], trees.flatten(new.steps)[0], strict=True)
+    updates, state = new.results
+    leaves = zip(trees.flatten(gradients)[0], trees.flatten(updates)[0], strict=True)
     steps = [u for g, u in leaves if checks.is_inexact(g) and not new.commit.is_left_out(g)]
-    beside = beside_windows(new.state, inputs.state)
+    beside = beside_windows(state, inputs.state)
     states = [(n, o) for n, o in beside if n is not o and checks.is_inexact(n)]
     if not (steps or states):
         return True

@@ -159,13 +159,14 @@ def skip_spikes(
         inputs.extra_args |= {"loss": loss}
         new = inputs.tried(tx, updates, accepted, clips=False, finite=inputs.finite)
         use = True if new.commit.is_heard else new.commit.flag
-        steps, inner = inputs.chosen(new, use, inputs.state, clips=False)
+        old = inputs.zeros(), inputs.state
+        steps, inner = decisions.decided(use, new.results, old, new.commit, clips=False)
         # ---- the window
-        old = _counts(state)
+        before = _counts(state)
         counts = _next_counts(state, value, accepted, restart)
         if inputs.finite is not None:
-            counts = decisions.choose(inputs.finite, counts, old)
-        skipped, *others = inputs.counted(counts, old)
+            counts = decisions.choose(inputs.finite, counts, before)
+        skipped, *others = inputs.counted(counts, before)
         return steps, SpikeState(skipped, inner, *others)
 
     return pair(init, update, _NAME, SpikeState)
