@@ -156,7 +156,7 @@ def test_files_are_short_and_say_what_they_are_for(name):
 
 # Lines of code at most. Who adds a feature deletes as much, or raises the number in the same commit
 # and says why in BUILD_NOTES.md; who deletes lowers it.
-BUDGET = {"jgrad": 16_300, "tests": 31_400}
+BUDGET = {"jgrad": 16_300, "tests": 31_600}
 
 
 @pytest.mark.parametrize("folder", BUDGET)
