@@ -115,6 +115,8 @@ import typing as _typing
 
 from jgrad._backward.scan_layers import scan_layers
 from jgrad._backward.step_in_backward import TrainStep, step_in_backward
+from jgrad._forms import table as _forms
+from jgrad._forms.factors import Factors
 from jgrad._gradients.grad import grad, hvp, stop_gradient, value_and_grad
 from jgrad._gradients.jac import jac, value_and_jac
 from jgrad._inputs.by_path import ByPath, by_path
@@ -144,13 +146,14 @@ from jgrad._optimizers.lion import lion, lion_update, scale_by_lion
 from jgrad._optimizers.of_leaf import optimizer_of_leaf
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed, pack, unpack
+from jgrad._quantized.blocks import Blocks
 from jgrad._soap.factors import SoapFactors, SoapState
 from jgrad._soap.soap import soap
 from jgrad._states.carry_over import carry_over
 from jgrad._states.matching import Account
 from jgrad._states.state_shardings import state_shardings
-from jgrad._trees.explained import Transformation, explained_absence as _explained_absence
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees.explained import Transformation
+from jgrad._trees.known_names import explained_absence as _explained_absence
 from jgrad._wrappers.accumulate import AccumulateState, WeightedAccumulateState, accumulate
 from jgrad._wrappers.apply_gradients import apply_gradients
 from jgrad._wrappers.average_params import EmaState, average_params
@@ -166,6 +169,8 @@ from jgrad._wrappers.skip_spikes import SpikeState, skip_spikes
 from jgrad._wrappers.stochastic_rounding import StochasticState, stochastic_rounding
 from jgrad._wrappers.watch import WatchState, report, watch
 from jgrad._wrappers.zero import zero
+
+_forms.enter()
 
 __version__ = "2.0.0"
 

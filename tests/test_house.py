@@ -154,16 +154,43 @@ def test_files_are_short_and_say_what_they_are_for(name):
     assert lines_of_code(text) <= 400
 
 
-# Lines of code at most. Who adds a feature deletes as much, or raises the number in the same commit
-# and says why in BUILD_NOTES.md; who deletes lowers it.
-BUDGET = {"jgrad": 16_300, "tests": 31_600}
+# What there is to read behind a public function: the files that its file imports, directly or not,
+# and their lines of code; at most. A storage format, a kernel, a packed tree or another method is
+# behind a door, which the core does not open. Who goes above says why in BUILD_NOTES.md.
+CLOSURES = {
+    "_optimizers/adam.py": (25, 2_910),
+    "_optimizers/lion.py": (25, 2_820),
+    "_optimizers/gradient_descent.py": (25, 2_830),
+    "_optimizers/lamb.py": (31, 3_910),
+    "_wrappers/clip.py": (25, 3_170),
+    "_wrappers/skip_nonfinite.py": (29, 3_670),
+    "_backward/step_in_backward.py": (39, 5_240),
+}
 
 
-@pytest.mark.parametrize("folder", BUDGET)
-def test_the_budget_of_lines(folder):
-    """What is there, and no more than 200 lines that nobody uses."""
-    paths = (PACKAGE.parent / folder).rglob("*.py")
-    assert 0 <= BUDGET[folder] - sum(lines_of_code(x.read_text()) for x in paths) < 200
+def closure(name):
+    """A file, and all that it imports; imports inside functions count, too."""
+    found, left = set(), [name]
+    while left:
+        if (first := left.pop()) not in found:
+            found.add(first)
+            left += imported(first)
+    return found
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_what_there_is_to_read(name):
+    files, lines = CLOSURES[name]
+    found = closure(name)
+    assert len(found) <= files
+    assert 0 <= lines - sum(lines_of_code(FILES[x].read_text()) for x in found) < 100
+
+
+def test_a_closure_is_followed():
+    """From Adam over two files to a third, and not to a kernel."""
+    found = closure("_optimizers/adam.py")
+    assert {"_inputs/factory.py", "_inputs/options.py", "_trees/told.py"} <= found
+    assert not any(name.startswith(("_kernels/", "_quantized/", "_packed/")) for name in found)
 
 
 def test_lines_of_code_are_counted():

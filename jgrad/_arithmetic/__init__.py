@@ -1,4 +1,4 @@
 """Arithmetic on the arrays of one leaf, and how to apply it to many leaves.
 
-No trees, no checks, no state. May import from `_quantized` and `_trees`, for 8-bit arrays.
+No trees, no checks, no state. May import from `_trees`.
 """

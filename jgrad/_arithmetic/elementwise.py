@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgrad._trees.forms import in_short
+from jgrad._trees.checks import in_short
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("functions of one leaf")

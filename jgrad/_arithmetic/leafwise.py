@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._quantized import encoding
-from jgrad._trees.forms import Blocks
+from jgrad._trees import forms
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +54,7 @@ def fixed(f: Function, /, **options: Any) -> Function:
 
 
 def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a rule work on leaves of any float dtype or in 8 bits, and on shapes that broadcast.
+    """Makes a rule work on leaves of any float dtype or form, and on shapes that broadcast.
 
     The first `arrays` arguments decide the dtype and the shape of the arithmetic. The others are
     scalars, or arrays that broadcast to that shape, and are converted; bools stay bools.
@@ -67,7 +66,7 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         @functools.wraps(rule)
         def call(*args: jax.Array, **options: Any) -> Any:
             leading = args[:arrays]
-            if Blocks in map(type, leading):
+            if forms.some(leading):
                 leading = tuple(map(_array, leading))
             shape = np.broadcast_shapes(*map(np.shape, leading))
             wide = functools.partial(_widened, numerics.real_dtype(*leading), shape)
@@ -78,8 +77,9 @@ def on_leaf(arrays: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def _array(x: jax.Array | Blocks) -> jax.Array:
-    return encoding.decoded(x) if isinstance(x, Blocks) else x
+def _array(x: Any) -> Any:
+    form = forms.of(x)
+    return x if form is None else form.array(x)
 
 
 def _widened(real: np.dtype, shape: tuple[int, ...], x: jax.Array) -> jax.Array:

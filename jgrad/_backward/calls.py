@@ -21,7 +21,7 @@ from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import KEYWORDS
+from jgrad._trees.known_names import KEYWORDS
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised

@@ -18,7 +18,7 @@ from jgrad._arithmetic import elementwise
 from jgrad._backward.portions import Cut
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, host_memory, trees
-from jgrad._trees.forms import in_short
+from jgrad._trees.checks import in_short
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.told import Stack
 from jgrad._trees.trees import Structure

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from jgrad._quantized import words
-from jgrad._trees import checks, host_memory, shardings, shares, trees
+from jgrad._trees import checks, forms, host_memory, shardings, shares, trees
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
@@ -114,6 +113,15 @@ class Portion(NamedTuple):
         return [(i, cut) for i, cut in self.cuts if cut is not None]
 
 
+def _shapes(tree: PyTree) -> PyTree:
+    """The types of the arrays of a tree, with those of codes for words."""
+
+    def of_leaf(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
+
+    return forms.to_codes(jax.tree.map(of_leaf, tree))
+
+
 def not_packed(name: str, tree: PyTree) -> None:
     """No packed trees: a buffer has rows of all layers."""
     if trees.any_packed(tree):
@@ -152,7 +160,7 @@ class Whole:
         self.tx, self.shapes, self._state = tx, shares.shapes_of(params), state
         self.structure: Structure = jax.tree.structure(params)
         self._stored = [np.shape(x) for x in jax.tree.leaves(state)]
-        arrays = jax.tree_util.tree_leaves_with_path(words.shapes(state))
+        arrays = jax.tree_util.tree_leaves_with_path(_shapes(state))
         self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
         self._in_codes = [np.shape(x) for _, x in arrays]
         self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
@@ -255,7 +263,7 @@ class Whole:
 
     def _init(self, shapes: PyTree) -> PyTree:
         # A new function, because JAX caches traces, and does not compare what is told.
-        return words.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
+        return forms.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
 
     def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
         """Of the array of the state with that path and shape, which may be of layers there."""

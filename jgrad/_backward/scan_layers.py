@@ -121,7 +121,7 @@ def scan_layers(
     of_xs = ArgLeaves.from_tree(_NAME, "xs", xs)
     _length(of_xs, [0] * len(of_xs.leaves), count)
     checks.boolean(_NAME, "has_ys", has_ys)
-    host_memory.refuse(_NAME, "carry", carry, "it on the device: only layers and `xs` are fetched")
+    checks.on_device(_NAME, "carry", carry, "it on the device: only layers and `xs` are fetched")
     if not (isinstance(remat, bool) or callable(remat)):
         expected = "a bool, or a policy of `jax.checkpoint_policies`"
         raise TypeError(f"{_NAME}: `remat`: {checks.describe(remat)}, expected {expected}.")

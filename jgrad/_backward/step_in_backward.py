@@ -21,12 +21,13 @@ from jgrad._backward.passes import Flow, Forward, Pull
 from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
 from jgrad._backward.row_slices import Sliced, updates_of_rows
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
+from jgrad._forms.places import places_by_option
 from jgrad._inputs.inputs import Parameters
-from jgrad._kernels.leaf_step import Place
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
 from jgrad._trees.annotations import Params, Shardings, SomeState, Value, ValueAndAux
 from jgrad._trees.explained import AnyTransformation
+from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
@@ -236,7 +237,7 @@ def step_in_backward(
         value = forward.result[0] if has_aux else forward.result
         places: list[Place | None] = []
         if mesh_axes is not None:
-            places = Parameters(_NAME, params).places(mesh_axes)
+            places = places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.of_loss(value, state) | extra
         whole, model = Whole(tx, params, state), Model.of_trees(params, state)
         options = {"first_pass": first_pass, "elementwise": elementwise}

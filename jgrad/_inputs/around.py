@@ -36,8 +36,8 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
-from jgrad._kernels.leaf_step import Place
 from jgrad._trees import checks
+from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import trace_state
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs.options import INJECTED
-from jgrad._trees import checks, path_rules, trees
+from jgrad._trees import checks, leaf_names, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.path_rules import PathRules
@@ -42,7 +42,7 @@ class ByPath:
             for path, x, rule, value in self._rows(params)
             if rule is not None
         ]
-        return path_rules.table(lines)
+        return leaf_names.table(lines)
 
     def __repr__(self) -> str:
         rules_of_user = self.__jgrad_rules__
@@ -56,9 +56,9 @@ class ByPath:
         check_parameters(_NAME, tree)
         pairs = jax.tree_util.tree_leaves_with_path(tree, trees.is_leaf)
         paths = [None if x is None or checks.is_no_parameter(x) else path for path, x in pairs]
-        names = trees.rule_names(tree)
+        names = leaf_names.rule_names(tree)
         chosen = rules_of_user.rules_of(
-            paths, f"{_NAME}: ", lambda: names, lambda: trees.masked_paths(tree)
+            paths, f"{_NAME}: ", lambda: names, lambda: leaf_names.masked_paths(tree)
         )
         rules = list(zip((*rules_of_user.patterns, "rest"), rules_of_user.values, strict=False))
         return [

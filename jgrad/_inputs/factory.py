@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import jax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import matrix_options, numbers, options
+from jgrad._inputs import numbers, options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import MomentOptions
-from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
 from jgrad._trees import checks
 
 Arguments = Mapping[str, Any]
@@ -50,9 +49,9 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
     return check
 
 
-def shardings(function: str, _: str, x: Any) -> None:
+def shardings(function: str, name: str, x: Any) -> None:
     """The kind of `mesh_axes` that have to say which axis of a leaf is sharded."""
-    matrix_options.read_shardings(function, x)
+    checks.shardings(function, name, x)
 
 
 class Reads(NamedTuple):
@@ -73,16 +72,6 @@ DECAY: dict[str, Kind] = {
 }
 COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
-# The options of all methods for matrices.
-MATRICES: dict[str, Kind] = {
-    "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
-    "split": lambda function, _, x: matrix_options.read_split(function, x),
-    "layer_axes": Role.LAYER_AXES,
-    "mesh_axes": shardings,
-}
-SHARD_OVER = Reads(
-    lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)
-)
 
 
 _NUMBERS = {Role.RATE, Role.NUMBER, Role.BETA, Role.DECAY, Role.MOMENTUM, Role.SCALAR}
@@ -176,7 +165,7 @@ class Given:
                     read = options.beta_per_array(inputs, step, name, x).value
                 case Role.DECAY:
                     mask, rule = self.arguments["weight_decay_mask"], self.arguments[_RULE]
-                    is_for_some = mask is not None or inputs.undecayed
+                    is_for_some = mask is not None or inputs.undecayed is not None
                     if is_constant and x == 0 and mask is None:
                         read, decay = [0.0] * len(inputs.specs), None
                     elif is_constant and not (inputs.has_buffers or is_for_some):
@@ -208,7 +197,5 @@ _CHECKS: dict[Role, Callable[[str, str, Any], Any]] = {
     Role.MOMENTUM: checked(numbers.scalar_betas, optional=True),
     Role.SCALAR: numbers.scalar,
     Role.FLAG: checks.boolean,
-    Role.MESH_AXES: lambda function, _, x: read_mesh_axes(function, x),
-    Role.LAYER_AXES: lambda function, name, x: read_layer_axes(function, x, name),
     Role.MASK: lambda *_: None,  # after all others
 }

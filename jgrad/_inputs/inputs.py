@@ -6,29 +6,23 @@ Methods and wrappers compute with lists that have an entry per leaf; options are
 import functools
 import math
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
 
 from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leaf_moment import as_stored
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs.around import Commit, Rest, Then
 from jgrad._inputs.moment import check_form, kept_arrays
-from jgrad._kernels.leaf_step import Place
-from jgrad._kernels.moment import as_stored
 from jgrad._layers import array_spec
-from jgrad._layers.layer_axes import check_names, read_mesh_axes
-from jgrad._quantized import codec, encoding
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors, axis_of_words
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shardings import invariant_axes
 from jgrad._trees.told import NOTHING, Told
 
 
@@ -123,43 +117,6 @@ class Parameters:
                 updated[i] = arg.leaves[i]
         return arg._replace(leaves=updated)
 
-    def places(self, mesh_axes: PyTree) -> list[Place | None]:
-        """How each array is sharded, as the PartitionSpecs say it, where its type does not.
-
-        On a mesh with automatic axes a kernel asks for it, which is opaque to XLA's partitioner;
-        and inside `shard_map` random bits do, which are those of the whole leaf. A mesh axis along
-        which types say that a leaf is the same there does not shard it.
-        """
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = list(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        automatic = {name for name, kind in kinds if kind == AxisType.Auto}
-        manual = {name for name, kind in kinds if kind == AxisType.Manual}
-        places: list[Place | None] = [None] * len(self.specs)
-        if not automatic | manual:
-            return places
-        axes = self.option("mesh_axes", read_mesh_axes(self.function, mesh_axes))
-        for i, (x, array) in enumerate(zip(self.reference.leaves, self.specs, strict=True)):
-            specs = {axes.leaves[k] and axes.leaves[k].spec for k in array.positions}
-            spec = specs.pop() if len(specs) == 1 else None
-            if not self.is_updated[i] or spec is None:
-                continue
-            position = array.positions[0]
-            names = axes.leaves[position].values
-            check_names(axes, position, names, mesh)
-            found = manual.intersection(names)
-            if array.is_buffer and not found:
-                spec = PartitionSpec(*spec[:1])  # its rows
-            if len(spec) > x.ndim and not array.is_buffer:
-                expected = f"at most {x.ndim}, one for each axis of shape {x.shape}"
-                axes.fail(position, ValueError, f"{len(spec)} entries, expected {expected}")
-            if found:
-                beside = [y for y in (x, self.g[i]) if y is not None]
-                sharded = found.difference(invariant_axes(*beside))
-                places[i] = Place(mesh, _only(spec, sharded, x.ndim), is_shard=True)
-            elif automatic.issuperset(names):
-                places[i] = Place(mesh, tuple(spec))
-        return places
-
 
 class Inputs(Parameters):
     """Gradients and parameters of one update, checked against each other, as lists of leaves.
@@ -204,14 +161,6 @@ class Inputs(Parameters):
         """The updates, with zeros where a parameter has None."""
         updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
         return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
-
-    def places_of(self, mesh_axes: PyTree) -> list[Place | None]:
-        """Those of the method's option, or else of a wrapper around it; else none."""
-        places = [] if mesh_axes is None else self.places(mesh_axes)
-        if self.then is None or self.w is None:
-            return places
-        around = list(map(self.then.place_of, self.w))
-        return [x or y for x, y in zip(places, around, strict=True)] if places else around
 
     def rest(self, i: int) -> Rest | None:
         """What a wrapper does next with the update of an array."""
@@ -312,18 +261,15 @@ class Inputs(Parameters):
     def _check_kind(
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
-        if isinstance(moment, Blocks) and x is not None:
-            if axis_of_words(*moment) is not None:
-                remedy = "expected `offload` around all of `tx`, or codes as `unpack` makes them"
-                arg.fail(i, TypeError, f"{checks.describe(moment)}, four in a word; {remedy}")
-            return encoding.check(arg, i, moment, codec.of_moments(second=real))
-        if isinstance(moment, Factors) and isinstance(x, Factors):
-            return self._check_factors(arg, i, moment, x)
+        form, expected_form = forms.of(moment), forms.of(x)
+        if form is not None and x is not None:
+            form.check(arg, i, moment, x, real=real, remedy=OTHER_FORM)
+            return
         if x is None and moment is None:
-            return None
-        if isinstance(moment, Factors) or isinstance(x, Factors):
-            expected = "an array" if isinstance(moment, Factors) else "Factors"
-            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}; {OTHER_FORM}")
+            return
+        if expected_form is not None:
+            expected = f"{expected_form.kind.__name__}; {OTHER_FORM}"
+            arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
         complex_ = jnp.iscomplexobj(x) and not real
         kind = jnp.complexfloating if complex_ else jnp.floating
         if x is None or not (checks.is_array(moment) and jnp.issubdtype(moment.dtype, kind)):
@@ -331,16 +277,6 @@ class Inputs(Parameters):
             if is_of_some:
                 expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
-        return None
-
-    def _check_factors(self, arg: ArgLeaves, i: int, moment: Factors, x: Factors) -> None:
-        for name, of_moment, of_x in zip(Factors._fields, moment, x, strict=True):
-            if not (checks.is_array(of_moment) and jnp.issubdtype(of_moment.dtype, jnp.floating)):
-                came = f"{name}, {checks.describe(of_moment)}"
-                arg.fail(i, TypeError, f"{came}, expected an array of a real floating dtype")
-            if of_moment.shape != of_x.shape:
-                came = f"{name} of shape {of_moment.shape}, expected {of_x.shape}"
-                arg.fail(i, ValueError, f"{came}; {OTHER_FORM}")
 
     def _gradients(self, arg: ArgLeaves) -> list[Any]:
         gradients = []
@@ -365,13 +301,6 @@ _NOT_PACKED = (
 OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
-
-
-def _only(spec: PartitionSpec, names: Collection[str], ndim: int) -> tuple[tuple[str, ...], ...]:
-    """An entry for each axis, with those of its names that are among some."""
-    parts = [part if isinstance(part, tuple) else (part,) for part in spec]
-    kept = (tuple(name for name in part if name in names) for part in parts)
-    return (*kept, *[()] * (ndim - len(parts)))
 
 
 def _or_zeros(x: Any, p: Any) -> Any:

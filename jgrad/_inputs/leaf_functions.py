@@ -1,8 +1,6 @@
 """Applies a method, which is written for one leaf, to all leaves: from lists to leaves and back.
 
-Each leaf with 8-bit moments is one operation, which is a kernel on accelerators. If nothing else of
-the method comes after it, this operation may also do what follows: leave out a skipped step, and
-add the update to the weight for `apply_gradients`.
+A form of moments may make the step of a leaf one operation on accelerators, see `Form.kernels`.
 """
 
 import functools
@@ -12,15 +10,11 @@ from typing import Any, NamedTuple
 import jax
 
 from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.leaf_moment import Moments, written
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs.around import Origin, Rest, in_float32, origin
-from jgrad._inputs.inputs import Finished, Inputs
+from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment
-from jgrad._kernels import platforms
-from jgrad._kernels.leaf_step import Place, in_memory
-from jgrad._kernels.moment import KernelMoment, LeafMoment, Moments, written
-from jgrad._trees import checks
 
 
 class Descent(NamedTuple):
@@ -43,7 +37,7 @@ class Descent(NamedTuple):
     ) -> list[Any]:
         """The update of each leaf, from a direction that no function of one leaf returned."""
         columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
-        update = _update(self.rule, self.has_rate)
+        update = update_by(self.rule, self.has_rate)
         return leafwise.run([None if x[0] is None else (update, x) for x in columns])
 
 
@@ -53,14 +47,18 @@ class LeafFunction:
     The function gets the gradient, or what stands for it, and then the arrays and numbers of its
     leaf. For an argument that is a `Moment`, it gets the moment of the leaf, into which it writes
     the new one. Options are keyword-only, and static. It is only called if there is a gradient.
+
+    Attributes:
+      no_kernel: why a TPU cannot have the function as a kernel; "" where it can.
+      made: what forms have made of the function. Kept here instead of globally, because the
+        function may be a user's.
     """
 
     def __init__(self, function: Function, no_kernel: str = "") -> None:
-        """`no_kernel` says why a TPU cannot have the function as a kernel, where it cannot."""
-        # Kept here instead of globally, because the function may be a user's. One function object
-        # for each choice, so that JAX's caches find it again.
+        """See above."""
+        # One function object for each choice, so that JAX's caches find it again.
         self._program = functools.cache(functools.partial(_program, function))
-        self._kernel = functools.cache(functools.partial(_kernel, no_kernel))
+        self.no_kernel, self.made = no_kernel, dict[Any, Any]()
         functools.update_wrapper(self, function)
 
     def __call__(self, g: list[Any], *args: Any, **options: Any) -> tuple[Any, ...]:
@@ -75,8 +73,11 @@ class LeafFunction:
         calls: list[Call | None] = [None] * len(g)
         for i, x in enumerate(g):
             if x is not None:
-                leaf = _Leaf.of(i, g, args, self._kernel)
-                calls[i] = leaf.in_kernel(program) if leaf.has_kernel else (program, leaf.arguments)
+                of_leaf = (x, *(_entry(y, i) for y in args))
+                kernels = _kernels_of(args, i)
+                calls[i] = (program, of_leaf)
+                if kernels is not None:
+                    calls[i] = kernels(self, args).call(i, program, of_leaf)
         return _results(calls, args)
 
     def update(
@@ -97,95 +98,35 @@ class LeafFunction:
         rule = None if descent is None else (descent.rule, descent.has_rate)
         program = self._program(chosen, rule)
         calls: list[Call | None] = [None] * len(g)
-        told: list[int] = []
-        later: dict[int, tuple[Any, ...]] = {}  # XLA fuses it with what reads the update
+        in_kernels: Any = None
         for i, x in enumerate(g):
             if x is None:
                 continue
-            leaf = _Leaf.of(i, g, args, self._kernel)
-            w = None if inputs.w is None else inputs.w[i]
-            steps = (
-                () if descent is None else (w, _entry(descent.decay, i), _entry(descent.rate, i))
-            )
-            if not leaf.has_kernel:
-                calls[i] = program, (*leaf.arguments, *steps)
+            of_leaf = (x, *(_entry(y, i) for y in args))
+            steps: tuple[Any, ...] = ()
+            if descent is not None:
+                w = None if inputs.w is None else inputs.w[i]
+                steps = w, _entry(descent.decay, i), _entry(descent.rate, i)
+            kernels = _kernels_of(args, i)
+            if kernels is None:
+                calls[i] = program, (*of_leaf, *steps)
                 continue
-            rest = inputs.rest(i)
-            if rest is None or not in_memory(w, jax.tree.leaves(rest.args)[0]):
-                calls[i] = leaf.in_kernel(self._program(chosen, None))
-                if descent is not None:
-                    later[i] = steps
-                continue
-            told.append(i)
-            calls[i] = leaf.in_kernel(program, *steps, ending=inputs.finishing(i), rest=rest, w=w)
+            in_kernels = in_kernels or kernels(self, args)
+            alone = self._program(chosen, None)
+            calls[i] = in_kernels.update(inputs, i, program, of_leaf, steps, alone)
         updates, *new = _results(calls, args)
-        for i in told:
-            update, *others = updates[i]
-            if inputs.then is not None:
-                inputs.then.note(update, tuple(others))
-            updates[i] = Finished(update)
-        if rule is not None:
-            then: list[Call] = [
-                (_update(*rule), (updates[i], None, *steps)) for i, steps in later.items()
-            ]
-            for i, update in zip(later, leafwise.run(then), strict=True):
-                updates[i] = update
+        if in_kernels is not None:
+            in_kernels.finish(inputs, updates, None if rule is None else update_by(*rule))
         return updates, *new
 
 
 of_one_leaf = LeafFunction  # as methods are decorated
 
 
-class _Leaf(NamedTuple):
-    """The arguments of a function of one leaf, the first of which is the gradient.
-
-    Attributes:
-      arguments: see above.
-      place: how the leaf is sharded, if the user says it.
-      has_kernel: whether all of its moments are in 8 bits, in whole rows.
-      make: makes a kernel of the function.
-    """
-
-    arguments: tuple[Any, ...]
-    place: Place | None
-    has_kernel: bool
-    make: Function
-
-    @classmethod
-    def of(cls, i: int, g: list[Any], args: tuple[Any, ...], make: Function) -> "_Leaf":
-        arguments, moments, place = [g[i]], [], None
-        for x in args:
-            arguments.append(_entry(x, i))
-            if isinstance(x, Moment):
-                moments.append(x.has_kernel(i))
-                said = x.places[i] if x.places else None
-                place = place if said is None or said.is_shard else said
-        return cls(tuple(arguments), place, bool(moments) and all(moments), make)
-
-    def in_kernel(
-        self,
-        function: Function,
-        *more: Any,
-        ending: tuple[Function | None, tuple[jax.Array, ...]] = (None, ()),
-        rest: Rest | None = None,
-        w: Any = None,
-    ) -> Call:
-        """The function, what its gradient and the weight `w` are made of, and what follows."""
-        (finish, flag), (g, *others) = ending, self.arguments
-        follows, rest_args, replaces = rest or (None, (), ())
-        arguments = [_as_read(g), *(_as_read(x) if x is w else x for x in (*others, *more))]
-        kernel = self.make(function, finish, follows, self.place)
-        return kernel, (tuple(arguments), flag, rest_args, replaces)
-
-
-def _as_read(x: Any) -> Any:
-    """What a kernel reads in the place of a gradient or a weight."""
-    if not checks.is_array(x):
-        return x
-    made = origin(x)
-    if in_memory(made.arrays[0]):
-        return made
-    return x if in_memory(x) else in_float32(x)  # what reads it is not in the kernel
+def _kernels_of(args: tuple[Any, ...], i: int) -> Any:
+    """What makes the step of a leaf one operation, if the form of all its moments has it."""
+    found = {x.kernels(i) for x in args if isinstance(x, Moment)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -211,7 +152,8 @@ def _entry(x: Any, i: int) -> Any:
 
 
 @functools.cache  # one function object for each choice, so that JAX's caches find it again
-def _update(rule: str, has_rate: bool) -> Function:
+def update_by(rule: str, has_rate: bool) -> Function:
+    """What makes the update of a leaf of its direction."""
     return functools.partial(rules.update_of_leaf, rule=rule, has_rate=has_rate)
 
 
@@ -227,48 +169,18 @@ def _program(
     The last arguments are those of a descent, if there is a rule for it: then it is the update.
     Else it is the direction, or the whole result.
     """
-    given, update = dict(options), None if rule is None else _update(*rule)
+    given, update = dict(options), None if rule is None else update_by(*rule)
 
     def program(*args: Any) -> tuple[Any, list[Any]]:
         own, steps = (args, ()) if update is None else (args[:-3], args[-3:])
         result = function(*own, **given)
-        new = written([x for x in own if isinstance(x, LeafMoment | KernelMoment)])
+        new = written([x for x in own if isinstance(x, Moments)])
         if whole:
             return result, new
         direction, like = result if isinstance(result, tuple) else (result, None)
         return direction if update is None else update(direction, like, *steps), new
 
     return program
-
-
-def _kernel(
-    no_kernel: str,
-    function: Function,
-    finish: Function | None,
-    follows: Function | None,
-    place: Place | None,
-) -> Function:
-    """A function of one leaf in 8 bits, with all that follows it, as one operation.
-
-    `no_kernel` says why a TPU cannot have the function as a kernel; "" if it can.
-    """
-
-    def step(
-        arguments: tuple[Any, ...], flag: tuple[jax.Array, ...], rest_args: tuple[Any, ...]
-    ) -> tuple[jax.Array, ...]:
-        results, _ = function(*(x.array() if isinstance(x, Origin) else x for x in arguments))
-        if finish is None or follows is None:
-            return results if isinstance(results, tuple) else (results,)
-        update = finish(results, *flag)
-        return (update, *follows(update, *rest_args))
-
-    def call(*args: Any) -> tuple[Any, list[Any]]:
-        values, moments = platforms.run(
-            step, args[:3], replaces=args[3], place=place, no_kernel=no_kernel
-        )
-        return values[0] if len(values) == 1 and finish is None else tuple(values), moments
-
-    return call
 
 
 # ---- functions of one leaf that several methods have -------------------------------------------

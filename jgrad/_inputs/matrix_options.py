@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jgrad._inputs import options
+from jgrad._inputs import layer_options, options
+from jgrad._inputs.factory import Kind, Reads, shardings
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.array_spec import ArraySpec
@@ -38,13 +38,10 @@ _OUTPUTS = "output_axes"
 
 def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
     """A tree of `Axes`, of which each value is a tuple of names; None stays."""
+    checks.shardings(function, "mesh_axes", mesh_axes)
     leaves, structure = trees.flatten(mesh_axes)
-    arg = ArgLeaves.from_tree(function, "mesh_axes", mesh_axes)
     axes: list[Axes | None] = []
-    for i, spec in enumerate(leaves):
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            expected = "None, or a PartitionSpec, which says which axes are sharded"
-            arg.fail(i, TypeError, f"{checks.describe(spec)}, expected {expected}")
+    for spec in leaves:
         parts = [part if isinstance(part, tuple) else (part,) for part in spec or ()]
         values = tuple(tuple(name for name in part if name is not None) for part in parts)
         axes.append(None if spec is None else Axes(values))
@@ -77,6 +74,18 @@ def _shown(sizes: Axes) -> Any:
     return sizes.values[0] if sizes.values[-1] is ... else sizes.values
 
 
+# The options of all methods for matrices.
+MATRICES: dict[str, Kind] = {
+    "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
+    "split": lambda function, _, x: read_split(function, x),
+    "layer_axes": layer_options.AXES["layer_axes"],
+    "mesh_axes": shardings,
+}
+SHARD_OVER = Reads(
+    lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)
+)
+
+
 # ---- for each leaf of the unpacked tree --------------------------------------------------------
 
 
@@ -101,15 +110,15 @@ def find(
             for use, x in zip(mask, reference.leaves, strict=True)
         ],
     )
-    stacked = options.stacked_axes(inputs, layer_axes)
+    stacked = layer_options.stacked_axes(inputs, layer_axes)
     outputs = inputs.option(_OUTPUTS, read_layer_axes(function, output_axes, _OUTPUTS))
     layers = layers_of(chosen, stacked, reference)
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)
-    shardings = read_shardings(function, mesh_axes)
+    specs = read_shardings(function, mesh_axes)
     sharded_axes = ArgLeaves.from_prefix(
-        function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
+        function, "mesh_axes", specs, inputs.reference.name, inputs.shapes
     )
     axes = _with_shardings(inputs, axes, sharded_axes)
     if split is None:

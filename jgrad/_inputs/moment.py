@@ -11,45 +11,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded, kept
 from jgrad._inputs.around import Commit
-from jgrad._kernels.leaf_step import Place
-from jgrad._kernels.moment import LeafMoment, is_rounded, kept
-from jgrad._layers.array_spec import ArraySpec
-from jgrad._quantized import codec, encoding
-from jgrad._quantized.encoding import Rounding
-from jgrad._quantized.geometry import in_rows
-from jgrad._quantized.random_bits import ElementKeys, step_keys
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shardings import replicated, varying_axes
-
-_SEED = 0
-_PURPOSE = 1  # moments; weights are rounded with other bits
+from jgrad._trees.shardings import replicated
 
 # The names of the mesh axes along which some axes of an array are sharded.
 MeshAxesOf: TypeAlias = Callable[[Sequence[int]], tuple[str, ...]]
-
-
-class RandomKeys:
-    """What the random bits of one update are a hash of; only computed if something is rounded."""
-
-    def __init__(self, step: jax.Array) -> None:
-        self._step = step
-        self._known: dict[Any, tuple[ArraySpec, ElementKeys]] = {}
-
-    @functools.cached_property
-    def of_step(self) -> jax.Array:
-        """Of all elements."""
-        return step_keys(self._step)
-
-    def rounding(self, spec: ArraySpec, x: jax.Array | Blocks, place: Place | None) -> Rounding:
-        """How the elements of an array are rounded; moments of a leaf share their keys."""
-        key = id(spec), x.shape, varying_axes(*jax.tree.leaves(x)), place
-        if key not in self._known:
-            self._known[key] = spec, spec.element_keys(_SEED, _PURPOSE, x, place)
-        return Rounding(self.of_step, self._known[key][1])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,43 +27,31 @@ class Moment:
     """A moment of every array in one update.
 
     Attributes:
-      old: as the state has it; a list with an entry per leaf, with `Blocks` for arrays in 8 bits.
-      specs: what each array stands for.
-      keys: what it is rounded with; None where nothing is.
+      old: as the state has it; a list with an entry per leaf.
+      random: how it is rounded at random, see `forms.random`; None where nothing is.
       commit: whether the update is committed; None where it always is.
       has_form: whether new moments are stored as old ones are; functional updates cast what they
         return.
-      places: how each array is sharded, if the user says so; else empty.
     """
 
     old: list[Any]
-    specs: Sequence[ArraySpec] = ()
-    keys: RandomKeys | None = None
+    random: Any = None
     commit: Commit | None = None
     has_form: bool = False
-    places: Sequence[Place | None] = ()
 
     def of_leaf(self, i: int) -> LeafMoment:
         """The moment of one leaf, to read and to write."""
         old, rounding, flag, clips = self.old[i], None, None, False
-        if self.keys is not None and is_rounded(old):
-            place = self.places[i] if self.places else None
-            rounding = self.keys.rounding(self.specs[i], old, place)
+        if self.random is not None and is_rounded(old):
+            rounding = self.random.of_leaf(i, old)
         if self.commit is not None:
             flag, clips = self.commit.flag, self.commit.clips
         return LeafMoment(old, rounding, flag, clips, self.has_form)
 
-    def has_kernel(self, i: int) -> bool:
-        """Whether the leaf is one kernel on accelerators."""
-        return isinstance(self.old[i], Blocks) and in_rows(self.old[i])
-
-    def part(self, name: str | None) -> "Moment":
-        """Those rows or columns that leaves have, or with None the leaves that are not factored."""
-        if name is None:
-            old = [None if isinstance(x, Factors) else x for x in self.old]
-        else:
-            old = [getattr(x, name) if isinstance(x, Factors) else None for x in self.old]
-        return dataclasses.replace(self, old=old, places=())
+    def kernels(self, i: int) -> Any:
+        """What makes the step of a leaf one operation on accelerators, see `Form`; or None."""
+        form = forms.of(self.old[i])
+        return None if form is None else form.kernels(self.old[i])
 
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
@@ -145,7 +103,7 @@ class Step(NamedTuple):
     @classmethod
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
-        nothing = Moment([], [])
+        nothing = Moment([])
         return cls(done, done, nothing, nothing, [], {})
 
 
@@ -159,7 +117,8 @@ def zeros(
     *,
     shapes: PyTree = None,
     mesh_axes: Sequence[MeshAxesOf | None] = (),
-    stacked: Sequence[tuple[int, ...] | None] | None = None,
+    form: forms.Form | None = None,
+    layouts: Sequence[Any] | None = None,
     real: bool = False,
 ) -> PyTree:
     """A tree of zeros like the parameters, in `dtype`, or in theirs but float32 at least.
@@ -171,29 +130,38 @@ def zeros(
       function: whose errors they are.
       params: the parameters.
       dtype: see above.
-      shapes: those of the zeros where they differ from the parameters'; None in it for none,
-        `Factors` of shapes for those.
+      shapes: those of the zeros where they differ from the parameters'; None in it for none, and in
+        a form of shapes what a method stores so.
       mesh_axes: of each array, in `shard_map`, along which some of its axes are sharded.
-      stacked: for each array the axes of its layers if it is in 8 bits, else None.
+      form: that a user chose.
+      layouts: how each array is stored in it; None for those that are not.
       real: whether zeros are real where parameters are complex.
     """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     like, structure = trees.flatten(params if shapes is None else shapes)
-    axes = [None] * len(like) if stacked is None else stacked
     zeros: list[Any] = [None] * len(like)
     # If leaves are packed, some methods pass this per leaf and not per array; none is whole there.
     names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
-    for i, (p, x, names_of, stacked_axes) in enumerate(zip(leaves, like, names, axes, strict=True)):
-        if p is not None and isinstance(x, Factors):
-            zeros[i] = Factors(*(_zeros(_part(p, of, names_of), dtype, real) for of in x))
-        elif p is not None and x is not None:
+    columns = zip(leaves, like, names, layouts or [None] * len(like), strict=True)
+    for i, (p, x, names_of, layout) in enumerate(columns):
+        if p is None or x is None:
+            continue
+        zeros_of = functools.partial(_zeros_of_part, p, names_of, dtype, real)
+        if (form_of_method := forms.of(x)) is not None:
+            zeros[i] = form_of_method.zeros(p, x, None, zeros_of, real)
+        elif form is None or layout is None:
+            zeros[i] = zeros_of(x)
+        else:
             part = p if np.shape(x) == p.shape else _part(p, x, names_of)
-            if stacked_axes is None:
-                zeros[i] = _zeros(part, dtype, real)
-            else:
-                x = numerics.zeros_like(part, np.dtype(np.float32))
-                zeros[i] = encoding.zeros(x, stacked_axes, codec.of_moments(second=real))
+            zeros[i] = form.zeros(part, x, layout, zeros_of, real)
     return structure.unflatten(zeros)
+
+
+def _zeros_of_part(
+    p: jax.Array, names_of: MeshAxesOf | None, dtype: DTypeLike | None, real: bool, like: Any
+) -> jax.Array | None:
+    part = p if np.shape(like) == p.shape else _part(p, like, names_of)
+    return _zeros(part, dtype, real)
 
 
 def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
@@ -221,11 +189,14 @@ def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | Non
 
 
 def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
-    """No array is written where the state has codes: it would be cast to their dtype."""
+    """No array is written where the state has another form: it would be cast to its dtype."""
+    if not forms.some(old):
+        return
     for n, o in zip(new, old, strict=True):
-        if n is not None and isinstance(o, Blocks) and not isinstance(n, Blocks):
-            expected = "expected Blocks, as `Moment.write` makes them"
-            raise TypeError(f"{function}: a moment in 8 bits: {checks.describe(n)}, {expected}.")
+        if n is not None and (form := forms.of(o)) is not None and type(n) is not type(o):
+            expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
+            problem = f"a moment in {form.words}: {checks.describe(n)}"
+            raise TypeError(f"{function}: {problem}, {expected}.")
 
 
 def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:

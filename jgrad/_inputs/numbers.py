@@ -20,7 +20,7 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Scalar
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.explained import meant_keyword, refuse_keyword, refuse_option
+from jgrad._trees.explained import known_names
 from jgrad._trees.protocols import PyTree
 
 _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
@@ -174,8 +174,7 @@ class OfCall(dict[str, Any]):
     def check_names(self, function: str) -> None:
         """After all that the method has was asked for."""
         for name in self.keys() - self._asked:
-            refuse_option(function, name)
-            refuse_keyword(function, name, meant_keyword(name, (*self._asked,)))
+            known_names().check_unasked(function, name, (*self._asked,))
 
 
 # ---- numbers that may be absent ----------------------------------------------------------------

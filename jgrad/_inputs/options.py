@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +17,10 @@ from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
-from jgrad._layers import array_spec
-from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_layer_axes, read_mesh_axes
-from jgrad._layers.trust import TrustLayers
-from jgrad._trees import checks, shares, trees
-from jgrad._trees.annotations import DecayRule, LearningRate, Mask, Scalar
-from jgrad._trees.checks import ArgLeaves
+from jgrad._trees import checks, trees
+from jgrad._trees.annotations import DecayRule, LearningRate, Mask
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.told import Stack, note, told
+from jgrad._trees.told import note, told
 
 DECAY_RULES: tuple[DecayRule, ...] = ("decoupled", "cautious", "independent")
 
@@ -53,39 +49,6 @@ def check_decays(function: str, rule: str, **decays: PyTree) -> None:
 def _limit(rule: str) -> float:
     """Below which the decays of a rule are: where no rate multiplies them, 1 takes all."""
     return 1.0 if rule == "independent" else math.inf
-
-
-def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:
-    """In Ivy's rules decay acts in the trust ratio alone."""
-    if rule == "ivy" and decay_rule != expected_rule:
-        reason = "whose weight decay acts only in the trust ratio"
-        expected = f"{expected_rule!r} with `rule='ivy'`, {reason}"
-        raise ValueError(f"{function}: `weight_decay_rule`: {decay_rule!r}, expected {expected}.")
-
-
-def clamps(name: str, smallest: Scalar, largest: Scalar | None) -> tuple[Any, Any]:
-    """Both clamps of the ratio as scalars; None for no upper one."""
-    both = (
-        numbers.scalar(name, "min_trust_ratio", smallest),
-        numbers.scalar(name, "max_trust_ratio", numbers.upper_clamp(largest)),
-    )
-    check_clamps(name, smallest, largest)
-    return both
-
-
-def check_clamps(name: str, smallest: Any, largest: Any) -> None:
-    """In order, as far as they are concrete."""
-    if checks.is_number(smallest) and checks.is_number(largest) and not smallest <= largest:
-        raise ValueError(
-            f"{name}: `min_trust_ratio`: {smallest}, expected at most `max_trust_ratio`, which is "
-            f"{largest}."
-        )
-
-
-def check_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> None:
-    """Trees of axes, as far as they are known without parameters."""
-    read_mesh_axes(function, mesh_axes)
-    read_layer_axes(function, layer_axes)
 
 
 INJECTED = (
@@ -213,7 +176,8 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     option = numbers.number(inputs.function, name, _numbers_of(inputs, step, name, learning_rate))
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
-        arg = _of_layer(inputs, arg)
+        if (share := told().share) is not None:
+            arg = share.of_layer(arg, inputs.shapes)
         checks.broadcastable(arg, inputs.updated_shapes())
     if inputs.notes is not None and jax.tree_util.all_leaves([option]):
         note(inputs.notes, name, jnp.mean(jnp.asarray(option)))
@@ -237,92 +201,20 @@ def decay_of_leaves(
     decays = [0.0 if rules.is_zero(raw) else x for x, raw in with_raw]
     entries = inputs.option(name, structure.unflatten(decays)).leaves
     decays = [x if used and x is not None else 0.0 for x, used in zip(entries, use, strict=True)]
-    if inputs.undecayed:
-        _check_undecayed(inputs, name, decays)
+    if inputs.undecayed is not None:
+        inputs.undecayed.check(inputs, name, decays)
     return decays
-
-
-def _check_undecayed(inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
-    """No decay of leaves whose norm a wrapper keeps."""
-    paths = trees.names(inputs.shapes)
-    for path, x in zip(paths, decays, strict=True):
-        number = numbers.as_python_number(x)
-        if path in inputs.undecayed and not rules.is_zero(number):
-            expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
-            came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
-            if isinstance(x, jax.Array):
-                expected += f"; {checks.INJECTED}"
-            came = f"{came} at {path!r}"
-            raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
-
-
-def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[LayerAxes]:
-    """Where the layers of each array are, and along which mesh axes they vary."""
-    inputs.check_buffers()
-    sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
-    stacked = stacked_axes(inputs, layer_axes)
-    reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
-    axes = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, reference)
-    return as_typed(axes, sharded, zip(inputs.reference.leaves, inputs.g, strict=True))
-
-
-def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
-    """Over which axes each leaf has its layers, by default those of `step_in_backward`.
-
-    They are updated one by one there, so that no norm or matrix is of more than one of them.
-    """
-    arg = inputs.option("layer_axes", read_layer_axes(inputs.function, layer_axes))
-    if not told().stacks:
-        return arg
-    leaves = list(arg.leaves)
-    for i, x, stack in _stacks(inputs):
-        if not leaves[i].values:
-            leaves[i] = Axes((stack.axis,))
-        elif inputs.is_updated[i] and stack.axis not in {k % x.ndim for k in leaves[i].values}:
-            expected = "in it: `step_in_backward` updates the layers of this stack one by one"
-            arg.fail(i, ValueError, f"{leaves[i].values}, expected {stack.axis} {expected}")
-    return arg._replace(leaves=leaves)
-
-
-def _of_layer(inputs: Inputs, arg: ArgLeaves) -> ArgLeaves:
-    """Numbers for the elements of each leaf; where a layer is updated by itself, those of it."""
-    share, leaves = told().share, list(arg.leaves)
-    if share is None or share.layer is None:
-        return arg
-    for i, x, stack in _stacks(inputs):
-        axis = np.ndim(leaves[i]) - x.ndim + stack.axis
-        if axis >= 0 and np.shape(leaves[i])[axis] == stack.layers * stack.length:
-            first = share.layer * stack.length
-            leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], first, stack.length, axis)
-    return arg._replace(leaves=leaves)
-
-
-def _stacks(inputs: Parameters) -> Iterator[tuple[int, Any, Stack]]:
-    """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
-    stacks = told().stacks
-    leaves = jax.tree_util.tree_leaves_with_path(inputs.shapes, trees.is_leaf)
-    for i, (path, x) in enumerate(leaves):
-        if x is not None and path in stacks:
-            yield i, x, stacks[path]
-
-
-def trust_layers(
-    inputs: Inputs, trust_ratio_mask: Mask | None, mesh_axes: PyTree, layer_axes: PyTree
-) -> TrustLayers:
-    """The same, and which have a trust ratio."""
-    axes = layers(inputs, mesh_axes, layer_axes)
-    use = mask(inputs, "trust_ratio_mask", trust_ratio_mask)
-    return TrustLayers(axes, [spec.mask_per_layer(use) for spec in inputs.specs])
 
 
 def mask(inputs: Parameters, name: str, tree: Mask | None) -> list[bool]:
     """The bool of each leaf of the unpacked tree; False where nothing is updated."""
     if tree is None:
         return [True] * len(trees.flatten(inputs.shapes)[0])
-    tree = called(
-        inputs,
-        name,
-        tree,
-        lambda: shares.of_whole_model(trees.map_leaves(checks.shape_and_dtype, inputs.shapes)),
-    )
+    tree = called(inputs, name, tree, lambda: _shapes(inputs))
     return checks.bools(inputs.option(name, tree))
+
+
+def _shapes(inputs: Parameters) -> PyTree:
+    """What an option that is a function is called with: no share, but all parameters."""
+    shapes, share = trees.map_leaves(checks.shape_and_dtype, inputs.shapes), told().share
+    return shapes if share is None else share.of_whole_model(shapes)

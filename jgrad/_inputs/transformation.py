@@ -14,23 +14,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import options
+from jgrad._arithmetic.leaf_moment import is_rounded
 from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
-from jgrad._inputs.moment import Moment, RandomKeys, Shapes, Step, check_form, zeros
+from jgrad._inputs.moment import Moment, Shapes, Step, check_form, zeros
 from jgrad._inputs.numbers import OfCall
-from jgrad._kernels.leaf_step import Place
-from jgrad._kernels.moment import is_rounded
-from jgrad._layers.array_spec import ArraySpec
-from jgrad._layers.layer_axes import read_layer_axes, read_mesh_axes
-from jgrad._trees import checks, host_memory, trees, variables
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
-from jgrad._trees.explained import Transformation, check_keywords, keywords_of
-from jgrad._trees.forms import SMALLEST, Blocks
+from jgrad._trees.explained import Transformation, keywords_of, known_names
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.told import told
 
@@ -110,12 +104,6 @@ def counter(params: PyTree, value: int = 0) -> jax.Array:
     return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec())) if meshes else x
 
 
-_EIGHT_BITS = "8bit"
-
-_LOG = logging.getLogger("jgrad")
-_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
-
-
 class MomentOptions(NamedTuple):
     """What a user gave.
 
@@ -133,16 +121,16 @@ class MomentOptions(NamedTuple):
     mesh_axes: PyTree = None
     of_first: bool = False
 
-    def checked(self, function: str) -> "MomentOptions":
-        """The same, with `_EIGHT_BITS` itself for 8 bits, which is asked for by `is`.
+    @property
+    def form(self) -> forms.Form | None:
+        """That of `dtype`; None for a dtype."""
+        return forms.named(self.dtype)
 
-        What the factory can say already. A dtype has the range of float32, so no float16.
-        """
-        read_mesh_axes(function, self.mesh_axes)
-        if isinstance(self.dtype, str) and self.dtype == _EIGHT_BITS:
-            return self._replace(dtype=_EIGHT_BITS)
-        if self.dtype is not None:
-            expected = f"a real floating dtype with the range of float32, or {_EIGHT_BITS!r}"
+    def checked(self, function: str) -> "MomentOptions":
+        """The same; what the factory can say already. A dtype has the range of float32."""
+        if self.dtype is not None and self.form is None:
+            others = " or ".join(map(repr, forms.names()))
+            expected = f"a real floating dtype with the range of float32, or {others}"
             checks.floating_dtype(
                 function, "moment_dtype", self.dtype, expected, least_exponent=128
             )
@@ -150,39 +138,31 @@ class MomentOptions(NamedTuple):
 
     def init(self, params: Parameters, shapes: Shapes) -> OptState:
         """The state before the first update; `mw` and `vw` share no buffer, for donation."""
-        _say_if_lost(params)
+        say_if_lost(params)
         moments: list[PyTree] = [None, None]
-        forms, some = (self, AS_PARAMETERS if self.of_first else self), False  # some in 8 bits
+        is_used = False  # the form, by some leaf
         sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
-        for i, (form, tree) in enumerate(zip(forms, (shapes.mw, shapes.vw), strict=True)):
-            if tree is not None:
-                is_8_bits = form.dtype is _EIGHT_BITS
-                stacked = form._stacked(params, tree) if is_8_bits else None
-                some = some or any(x is not None for x in stacked or ())
-                moments[i] = zeros(
-                    params.function,
-                    params.tree,
-                    None if is_8_bits else form.dtype,
-                    shapes=tree,
-                    mesh_axes=sharded,
-                    stacked=stacked,
-                    real=i == 1,
-                )
-        if self.dtype is _EIGHT_BITS and not some:
-            self._say_if_small(params)
-        return OptState(counter(params.tree), *moments)
-
-    def _say_if_small(self, params: Parameters) -> None:
-        """Where no leaf is large enough, so that a user who counts on 8 bits knows it."""
-        leaves = params.updated_shapes().leaves
-        full = _full_precision(params, self.full_precision)
-        sizes = [x.size for x, f in zip(leaves, full, strict=True) if x is not None and not f]
-        if sizes and max(sizes) < SMALLEST:
-            _say_once(
-                params,
-                f"`moment_dtype='8bit'` has no effect on these leaves: moments are in 8 bits from "
-                f"{SMALLEST} elements of a leaf on, and the largest of these has {max(sizes)}.",
+        of_second = AS_PARAMETERS if self.of_first else self
+        columns = zip((self, of_second), (shapes.mw, shapes.vw), strict=True)
+        for i, (options, tree) in enumerate(columns):
+            if tree is None:
+                continue
+            form = options.form
+            layouts = form.layouts(params, tree, options) if form is not None else None
+            is_used = is_used or any(x is not None for x in layouts or ())
+            moments[i] = zeros(
+                params.function,
+                params.tree,
+                options.dtype if form is None else None,
+                shapes=tree,
+                mesh_axes=sharded,
+                form=form,
+                layouts=layouts,
+                real=i == 1,
             )
+        if self.form is not None and not is_used:
+            self.form.say_if_unused(params, self)
+        return OptState(counter(params.tree), *moments)
 
     def read(
         self,
@@ -209,7 +189,7 @@ class MomentOptions(NamedTuple):
             raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
         check_counters(inputs.function, state)
         step = optax.safe_increment(jnp.asarray(state.step))
-        keys = functools.cache(functools.partial(RandomKeys, step))  # where something is rounded
+        keys = functools.cache(functools.partial(forms.random, step))  # where something is rounded
         mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
         of_second = AS_PARAMETERS if self.of_first else self
         vw = of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
@@ -221,97 +201,63 @@ class MomentOptions(NamedTuple):
         name: str,
         tree: PyTree,
         shapes: PyTree,
-        keys: Callable[[], RandomKeys],
+        keys: Callable[[], Any],
         *,
         real: bool,
     ) -> Moment:
         """One moment, stored in the form that was asked for."""
         if shapes is None:  # no such moment, or the only parameter has none
-            return Moment([None] * len(inputs.specs), inputs.specs)
+            return Moment([None] * len(inputs.specs))
         is_whole = shapes is inputs.tree
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
-        arg = inputs.reference._replace(name=name, leaves=old)
-        is_8_bits = self.dtype is _EIGHT_BITS
-        in_8_bits = self._in_8_bits(inputs, shapes) if is_8_bits else [False] * len(old)
-        for i, expected in enumerate(in_8_bits):
-            if not inputs.is_updated[i] or isinstance(old[i], Blocks) == expected:
-                continue
-            if not (isinstance(old[i], Blocks) and is_8_bits and self._is_possible(inputs, i)):
-                came, of = checks.describe(old[i]), "Blocks, 8 bits"
-                if isinstance(old[i], Blocks):
-                    came, of = f"Blocks of shape {old[i].shape}", "an array"
-                arg.fail(i, TypeError, f"{came}, expected {of}; {OTHER_FORM}")
-        moment = Moment(old, inputs.specs, None, inputs.commit, has_form=True)
+        if self.form is not None or forms.some(old):
+            self._check_forms(inputs, name, old, shapes)
+        moment = Moment(old, None, inputs.commit, has_form=True)
         if not any(map(is_rounded, old)):
             return moment
-        places = self._places(inputs, old, is_whole=is_whole)
-        return dataclasses.replace(moment, keys=keys(), places=places)
+        random = keys().of_moment(inputs, old, self.mesh_axes, is_whole=is_whole)
+        return dataclasses.replace(moment, random=random)
 
-    def _places(self, inputs: Inputs, old: list[Any], *, is_whole: bool) -> list[Place | None]:
-        """How moments are sharded that are rounded at random: those that are like their leaves."""
-        said = inputs.places_of(self.mesh_axes)
-        if is_whole or not said:
-            return said
-        alike = [
-            x is not None and x.shape == p.shape
-            for x, p in zip(old, inputs.reference.leaves, strict=True)
-        ]
-        return [
-            place if place is not None and place.is_shard and same else None
-            for place, same in zip(said, alike, strict=True)
-        ]
-
-    def _is_possible(self, inputs: Parameters, i: int) -> bool:
-        """Whether an array below the limit may be a shard of one above it, inside `shard_map`."""
-        if inputs.specs[i].is_buffer:
-            return False
-        full = _full_precision(inputs, self.full_precision)
-        return not full[inputs.specs[i].positions[0]]
-
-    def _in_8_bits(self, params: Parameters, shapes: PyTree) -> list[bool]:
-        """Whether each array of these shapes is stored in 8 bits."""
-        full = _full_precision(params, self.full_precision)
-        if shapes is params.tree:
-            pairs = zip(params.specs, params.reference.leaves, strict=True)
-            return [_is_in_8_bits(params, spec, x, full) for spec, x in pairs]
-        leaves = params.reference.leaves
-        return [
-            x is not None and x.shape == p.shape and _is_in_8_bits(params, spec, x, full)
-            for spec, x, p in zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
-        ]
-
-    def _stacked(self, params: Parameters, shapes: PyTree) -> list[tuple[int, ...] | None]:
-        """For each array the axes of its layers; None where it is not stored in 8 bits."""
-        in_8_bits = self._in_8_bits(params, shapes)
-        of_leaves: Any = None
-        if self.layer_axes is not None:
-            axes = read_layer_axes(params.function, self.layer_axes)
-            of_leaves = params.option("layer_axes", axes).leaves
-        columns = zip(params.specs, in_8_bits, params.reference.leaves, strict=True)
-        return [
-            _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
-            if is_in
-            else None
-            for spec, is_in, x in columns
-        ]
+    def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
+        """Each leaf has the form that the user chose for it."""
+        arg, form = inputs.reference._replace(name=name, leaves=old), self.form
+        layouts = [None] * len(old) if form is None else form.layouts(inputs, shapes, self)
+        for i, (x, layout) in enumerate(zip(old, layouts, strict=True)):
+            came = None if forms.of_method(x) else forms.of(x)
+            if not inputs.is_updated[i] or came is (None if layout is None else form):
+                continue
+            if form is not None and came is form and form.may_be(inputs, i, self):
+                continue
+            if came is not None:
+                shown = f"{came.kind.__name__} of shape {x.shape}"
+            else:
+                shown = checks.describe(x)
+            expected = "an array"
+            if form is not None and layout is not None:
+                expected = f"{form.kind.__name__}, {form.words}"
+            arg.fail(i, TypeError, f"{shown}, expected {expected}; {OTHER_FORM}")
 
 
 AS_PARAMETERS = MomentOptions(None)
 
 
-def _say_if_lost(params: Parameters) -> None:
+_LOG = logging.getLogger("jgrad")
+_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
+
+
+def say_if_lost(params: Parameters) -> None:
     """Where weights are in 8 bits, to which most updates are rounded away."""
     dtypes = {x.dtype for x in params.reference.leaves if checks.is_inexact(x)}
     for dtype in sorted((x for x in dtypes if x.itemsize == 1), key=str):
         lost = float(jnp.finfo(dtype).eps) / 4
-        _say_once(
+        say_once(
             params,
             f"`params` in {dtype}: updates below {lost:g} times a weight are lost to rounding; put "
             f"`master_weights` around `{params.function}`.",
         )
 
 
-def _say_once(params: Parameters, message: str) -> None:
+def say_once(params: Parameters, message: str) -> None:
     """Once for these shapes. A share says nothing, of whose model the whole was looked at.
 
     To a log and not as a warning, which would be an error in the tests of users with a small model,
@@ -322,42 +268,6 @@ def _say_once(params: Parameters, message: str) -> None:
     if told().share is None and key not in _said:
         _said.append(key)
         _LOG.warning(f"{params.function}: {message} Said once for these shapes.")
-
-
-def _stacked(spec: ArraySpec, axes: tuple[int, ...], x: jax.Array) -> tuple[int, ...]:
-    if spec.is_buffer:
-        return spec.spans[0].layers.stacked if spec.is_unpacked else ()
-    return tuple(sorted({axis % x.ndim for axis in axes})) if axes else ()
-
-
-def _full_precision(inputs: Parameters, mask: Mask | None) -> list[bool]:
-    """For each leaf of the unpacked tree, whether the user keeps it in full precision."""
-    if mask is None:
-        return [False] * len(trees.flatten(inputs.shapes)[0])
-    return options.mask(inputs, "full_precision", mask)
-
-
-def _is_in_8_bits(inputs: Parameters, spec: ArraySpec, x: Any, full: Sequence[bool]) -> bool:
-    """Whether an array is large enough, and real; small leaves of a buffer are as their buffer."""
-    if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        return False
-    sizes = [span.size for span in spec.spans] or [x.size]
-    is_full = [full[i] for i in spec.positions]
-    if max(sizes) < SMALLEST or all(is_full):
-        return False
-    if any(is_full):
-        arg = inputs.updated_shapes()._replace(name="full_precision")
-        remedy = (
-            "the same for all leaves of a packed buffer, since they share an array; leave it "
-            "unpacked"
-        )
-        arg.fail(spec.positions[is_full.index(True)], ValueError, f"True, expected {remedy}")
-    if x.dtype == np.float64:
-        arg = inputs.updated_shapes()._replace(name=inputs.reference.name)
-        position = spec.positions[int(np.argmax(sizes))]
-        remedy = "expected at most float32 beside 8 bits; keep it by `full_precision`"
-        arg.fail(position, TypeError, f"dtype float64, {remedy}")
-    return True
 
 
 # ---- the pair of a method ----------------------------------------------------------------------
@@ -515,8 +425,8 @@ def pair(
 
     def init_of_model(params: PyTree) -> PyTree:
         if not offloads:
-            host_memory.refuse(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
-        state = variables.blocks_of_variables(init(arrays_of(params)))
+            checks.on_device(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
+        state = forms.in_boxes(init(arrays_of(params)))
         directions = told().directions
         if directions is not None and name.startswith("scale_by_"):
             directions.append((name, state))
@@ -526,14 +436,14 @@ def pair(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         if extra_args:
-            check_keywords(name, extra_args, taken, checks_options=checks_options)
-        host_memory.refuse(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")
-        host_memory.refuse(name, "params", params, f"{_IN_STEP}, or {_ON_DEVICE}")
+            known_names().check_keywords(name, extra_args, taken, checks_options=checks_options)
+        checks.on_device(name, "updates", updates, f"{_IN_STEP}, or {_ON_DEVICE}")
+        checks.on_device(name, "params", params, f"{_IN_STEP}, or {_ON_DEVICE}")
         if not offloads:
             around = "`offload` around all of it"
-            host_memory.refuse(name, "state", state, f"{around}, or {_ON_DEVICE}")
+            checks.on_device(name, "state", state, f"{around}, or {_ON_DEVICE}")
         updates, before = checks.values_of(updates), checks.values_of(state)
-        params, state = arrays_of(params, updates), variables.variables_of_blocks(before)
+        params, state = arrays_of(params, updates), forms.out_of_boxes(before)
         if kind is not None:
             if not isinstance(state, kind):
                 came, expected = type(state).__name__, checks.made_by_init(name, kind)
@@ -551,8 +461,8 @@ def pair(
             return steps, new
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
-            return steps, variables.in_form_of(before, new)
-        return steps, variables.blocks_of_variables(new)  # as where a sum begins
+            return steps, jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(new))
+        return steps, forms.in_boxes(new)  # as where a sum begins
 
     return Transformation(init_of_model, update_of_model)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.functional import lists_as_arrays
+from jgrad._inputs.aligned import lists_as_arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Tree
 from jgrad._trees.checks import ArgLeaves

@@ -6,7 +6,6 @@ the leaf. How the leaf is sharded is known from explicit mesh axes, or has to be
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgrad._kernels.moment import LeafMoment, written
-from jgrad._trees.forms import SIZE
+from jgrad._arithmetic.leaf_moment import LeafMoment, written
+from jgrad._quantized.blocks import SIZE
+from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
 
@@ -27,46 +27,6 @@ _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads a
 
 # How a leaf is computed: by a Pallas kernel, or by two passes of XLA.
 Lowering = Literal["kernel", "two passes"]
-
-
-class Place(NamedTuple):
-    """How a leaf is sharded.
-
-    Attributes:
-      mesh: with the axes; None where the leaf is whole, or what is traced is a shard.
-      spec: an entry for each axis of the leaf.
-      is_shard: whether what is traced is a shard although there is a mesh: no kernel needs to know
-        it, but random bits do.
-    """
-
-    mesh: Any = None
-    spec: tuple[Any, ...] = ()
-    is_shard: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """The mesh axes over which the leaf is sharded."""
-        return [name for part in self.spec for name in _names(part)]
-
-    @property
-    def cut(self) -> list[int]:
-        """The axes of the leaf that are sharded."""
-        return [axis for axis, part in enumerate(self.spec) if _names(part)]
-
-    def shards(self, axis: int) -> int:
-        """Into how many parts an axis of the leaf is cut."""
-        return math.prod(self.mesh.shape[name] for name in _names(self.spec[axis]))
-
-    def index_of(self, axis: int) -> jax.Array:
-        """Which of these parts is here."""
-        index = jnp.zeros((), jnp.int32)
-        for name in _names(self.spec[axis]):
-            index = index * self.mesh.shape[name] + jax.lax.axis_index(name)
-        return index
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 class LeafStep(NamedTuple):
@@ -107,7 +67,7 @@ class LeafStep(NamedTuple):
     def codes(self) -> list[int]:
         """For each moment the position of its codes among the operands; the scale comes next."""
         args = self.arguments(range(1 + max(self.positions)))
-        return [moment.blocks.codes for moment in moments_of(args)]
+        return [moment.old.codes for moment in moments_of(args)]
 
     @property
     def aliases(self) -> dict[int, int]:

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 
 from jgrad._kernels import leaf_step
-from jgrad._kernels.leaf_step import LeafStep, Lowering, Place, moments_of
+from jgrad._kernels.leaf_step import LeafStep, Lowering, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
-from jgrad._trees.forms import Blocks
+from jgrad._quantized.blocks import Blocks
+from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import barrier
 from jgrad._trees.told import during

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._quantized import codec as coding
+from jgrad._quantized.blocks import Blocks
 from jgrad._quantized.codec import Codec
 from jgrad._quantized.random_bits import Part, mixed
-from jgrad._trees.forms import Blocks
 
 
 class Tile(NamedTuple):

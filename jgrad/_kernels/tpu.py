@@ -19,12 +19,13 @@ from jax.experimental import pallas as pl  # which may change, checked in JAX 0.
 from jax.experimental.pallas import tpu as pltpu
 
 from jgrad._kernels import leaf_step
-from jgrad._kernels.leaf_step import LeafStep, Place, needed
+from jgrad._kernels.leaf_step import LeafStep, needed
 from jgrad._kernels.moment import InTile
 from jgrad._kernels.tile import Tile, TileRounding
+from jgrad._quantized.blocks import SIZE
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import Part
-from jgrad._trees.forms import SIZE
+from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import varying_as
 from jgrad._trees.unpromised import Unpromised

@@ -19,6 +19,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
@@ -206,6 +207,14 @@ def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
             layer_axes.fail(i, ValueError, problem)
         layers.append(LayerAxes(shape, stacked, mesh_axes.leaves[i].values))
     return layers
+
+
+def of_arrays(
+    arrays: Sequence[ArraySpec], mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
+) -> list[LayerAxes]:
+    """Where the layers of each array are, from arguments with an entry per leaf of the tree."""
+    per_leaf = of_leaves(mesh_axes, layer_axes, reference)
+    return [spec.layer_axes(per_leaf, mesh_axes, layer_axes) for spec in arrays]
 
 
 def as_typed(

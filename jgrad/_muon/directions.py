@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
@@ -18,13 +19,12 @@ from jgrad._inputs.factory import Given
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
-from jgrad._kernels.moment import Moments
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
-from jgrad._trees.explained import refuse_without_effect
+from jgrad._trees.known_names import refuse_without_effect
 
 MOMENTUM = 0.95  # by default
 

@@ -13,7 +13,7 @@ from jgrad._inputs import matrix_options
 from jgrad._inputs.by_path import check_parameters
 from jgrad._layers.layer_axes import Axes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
@@ -93,7 +93,7 @@ class HiddenMatrices:
             for (path, shape, reason), matrix in zip(rows, matrices, strict=True)
             if shape is not None
         ]
-        return path_rules.table(table)
+        return leaf_names.table(table)
 
     def _matrices(
         self, tree: PyTree, shapes: Sequence[Any], outputs: ArgLeaves, named: Sequence[bool]
@@ -119,9 +119,9 @@ class HiddenMatrices:
         stacked = self._stacked(tree)
         pairs = variables.leaves_with_paths(tree, trees.is_leaf)
         return [
-            (path_rules.shown(path), None, "no array")
+            (leaf_names.shown(path), None, "no array")
             if x is None or checks.is_no_parameter(x)
-            else (path_rules.shown(path), jnp.shape(x), self._reason(path, x, axes))
+            else (leaf_names.shown(path), jnp.shape(x), self._reason(path, x, axes))
             for (path, x), axes in zip(pairs, stacked.leaves, strict=True)
         ]
 
@@ -133,7 +133,7 @@ class HiddenMatrices:
         if rank < 2:
             layers = " in each layer" if axes.values else ""
             return f"shape: {'one' if rank == 1 else 'no'} axis{layers}"
-        for part in (part for key in path_rules.keys_of(path) for part in _BETWEEN.split(key)):
+        for part in (part for key in leaf_names.keys_of(path) for part in _BETWEEN.split(key)):
             for name in self._exclude:
                 if _is_named(part, name):
                     return f"name: {name!r} in {part!r}"

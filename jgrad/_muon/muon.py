@@ -14,8 +14,6 @@ from jgrad._arithmetic import rules
 from jgrad._inputs import matrix_options, numbers, options
 from jgrad._inputs.factory import (
     FORM,
-    MATRICES,
-    SHARD_OVER,
     Arguments,
     Given,
     Options,
@@ -26,7 +24,7 @@ from jgrad._inputs.factory import (
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
-from jgrad._inputs.matrix_options import LAST
+from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.transformation import OptState, transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes

@@ -16,14 +16,15 @@ import numpy as np
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import matrix_options, numbers, options
+from jgrad._forms.factors import Factors
+from jgrad._inputs import layer_options, matrix_options, numbers, options
 from jgrad._inputs.around import narrow
-from jgrad._inputs.factory import DECAY, FORM, MATRICES, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, count, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average_of_leaf
-from jgrad._inputs.matrix_options import LAST
-from jgrad._inputs.moment import Shapes, Step
+from jgrad._inputs.matrix_options import LAST, MATRICES
+from jgrad._inputs.moment import Moment, Shapes, Step
 from jgrad._inputs.transformation import AdafactorState, transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.array_spec import ArraySpec
@@ -44,7 +45,6 @@ from jgrad._trees.annotations import (
 )
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.forms import Factors
 from jgrad._trees.told import told
 
 AdafactorRule = Literal["paper", "torch"]
@@ -194,7 +194,7 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     chosen = given.arguments
     output_axes, layer_axes = chosen["output_axes"], chosen["layer_axes"]
     leaves, structure = trees.flatten(inputs.shapes)
-    stacked = options.stacked_axes(inputs, layer_axes).leaves
+    stacked = layer_options.stacked_axes(inputs, layer_axes).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
@@ -236,13 +236,13 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | No
     g = list(map(_as_read_in_branches, inputs.g))
     means = matrix_axes.on_matrices(_mean_squares, axes, g)
     (rows, new_rows), (columns, new_columns) = (
-        average_of_leaf([x and x[k] for x in means], step.vw.part(field), beta)
+        average_of_leaf([x and x[k] for x in means], _part(step.vw, field), beta)
         for k, field in enumerate(Factors._fields)
     )
     roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
     squares = leafwise.apply(_squares, alone)
-    elements, new_elements = average_of_leaf(squares, step.vw.part(None), beta)
+    elements, new_elements = average_of_leaf(squares, _part(step.vw, None), beta)
 
     u: list[Call | None] = []
     for x, of, ab, v, floor in zip(g, axes, roots, elements, least, strict=True):
@@ -256,6 +256,16 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | No
             u.append(None)
     both = zip(new_rows, new_columns, new_elements, strict=True)
     return u, [v if r is None else Factors(r, c) for r, c, v in both]
+
+
+def _part(moment: Moment, name: str | None) -> Moment:
+    """Those rows or columns that leaves have, or with None the leaves that are not factored."""
+    if name is None:
+        old = [None if isinstance(x, Factors) else x for x in moment.old]
+    else:
+        old = [getattr(x, name) if isinstance(x, Factors) else None for x in moment.old]
+    random = None if moment.random is None else moment.random.of_parts()
+    return dataclasses.replace(moment, old=old, random=random)
 
 
 def _epsilon(x: Any) -> float:
@@ -318,7 +328,7 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
 def _layers(inputs: Inputs, given: Given) -> list[LayerAxes]:
     """Where the layers are: a mesh axis along which they are stacked is not summed over."""
     mesh_axes = given.arguments["mesh_axes"]
-    axes = options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
+    axes = layer_options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
     if mesh_axes is None:
         return axes
     shardings = matrix_options.read_shardings(inputs.function, mesh_axes)
@@ -377,7 +387,7 @@ _OPTIONS = Options(
     scale_by_parameter=Role.FLAG,
     min_side=count(),
     rule=one_of("paper", "torch"),
-    layer_axes=Role.LAYER_AXES,
+    layer_axes=MATRICES["layer_axes"],
     output_axes=MATRICES["output_axes"],
     mesh_axes=MATRICES["mesh_axes"],
     **DECAY,

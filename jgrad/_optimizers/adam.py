@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
@@ -18,7 +19,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, OptState, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._trees.annotations import (
     DecayRule,
     Gradient,

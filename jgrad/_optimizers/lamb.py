@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional, layer_options, numbers, options
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.transformation import OptState, pair, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -122,7 +122,7 @@ def _updates(
         if of_leaf is None:
             continue
         m, v, delta, direction = of_leaf
-        if mw.has_kernel(i):  # which writes them: elsewhere norms compute them again
+        if mw.kernels(i) is not None:  # which writes them: elsewhere norms compute them again
             deltas[i] = leafwise.identity, (delta,)
             decayed[i] = leafwise.identity, (direction,)
             continue
@@ -155,7 +155,7 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `lamb_update`, with what stands for no clamp and for no decay."""
     largest, decay = arguments["max_trust_ratio"], arguments["decay_lambda"]
     checks.one_of("lamb_update", "rule", arguments["rule"], _RULES)
-    options.check_clamps("lamb_update", arguments["min_trust_ratio"], largest)
+    layer_options.check_clamps("lamb_update", arguments["min_trust_ratio"], largest)
     decay = numbers.optional_decay(decay, negative_is_none=arguments["rule"] == "ivy")
     return arguments | {"max_trust_ratio": numbers.upper_clamp(largest), "decay_lambda": decay}
 
@@ -268,8 +268,7 @@ _OPTIONS = Options(
     **adam.NUMBERS,
     bias_correction=adam.BIAS_CORRECTION,
     rule=one_of(*_RULES),
-    mesh_axes=Role.MESH_AXES,
-    layer_axes=Role.LAYER_AXES,
+    **layer_options.AXES,
     min_trust_ratio=None,
     max_trust_ratio=None,
     trust_ratio_mask=Role.MASK,
@@ -370,8 +369,8 @@ def lamb(
       (2020), algorithm 2, where phi clips the ratio.
     """
     given = _OPTIONS.check("lamb", locals())
-    options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
-    options.clamps("lamb", min_trust_ratio, max_trust_ratio)
+    layer_options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
+    layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         w = inputs.require_params("the trust ratio")
@@ -380,9 +379,9 @@ def lamb(
             adam.numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float),
             n.learning_rate,
             n.descent.decay,
-            *options.clamps("lamb", min_trust_ratio, max_trust_ratio),
+            *layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
-        layers = options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
+        layers = layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
         columns = w, inputs.g, step.mw, step.vw, numbers_of_lamb, layers
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
@@ -439,8 +438,8 @@ def scale_by_trust_ratio(
       (2020).
     """
     name = "scale_by_trust_ratio"
-    options.clamps(name, min_trust_ratio, max_trust_ratio)
-    options.check_axes(name, mesh_axes, layer_axes)
+    layer_options.clamps(name, min_trust_ratio, max_trust_ratio)
+    layer_options.check_axes(name, mesh_axes, layer_axes)
     options.check_masks(name, trust_ratio_mask=trust_ratio_mask)
 
     def init(params: PyTree) -> optax.EmptyState:
@@ -457,8 +456,8 @@ def scale_by_trust_ratio(
             directions,
             directions,
             ratio=functools.partial(clamped_ratio, in_roots=True),
-            numbers=options.clamps(name, min_trust_ratio, max_trust_ratio),
-            layers=options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
+            numbers=layer_options.clamps(name, min_trust_ratio, max_trust_ratio),
+            layers=layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             scale_free=True,
         )
         return inputs.directions(scaled_directions), state

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
-from jgrad._inputs import functional, numbers, options
+from jgrad._inputs import functional, layer_options, numbers
 from jgrad._inputs.around import run_and_say
 from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.functional import Role
@@ -18,7 +19,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import OptState, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -234,8 +234,7 @@ _OPTIONS = Options(
     momentum=Role.MOMENTUM,
     rate_in_momentum=Role.FLAG,
     rule=None,
-    mesh_axes=Role.MESH_AXES,
-    layer_axes=Role.LAYER_AXES,
+    **layer_options.AXES,
     trust_coefficient=Role.SCALAR,
     trust_ratio_mask=Role.MASK,
     **FORM,
@@ -336,7 +335,7 @@ def lars(
     """
     given = _OPTIONS.check("lars", locals())
     _check_rule("lars", rule, epsilon)
-    options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
+    layer_options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:
@@ -348,7 +347,7 @@ def lars(
             w,
             inputs.g,
             Lars(n.trust_coefficient, in_gradient, n.epsilon),
-            options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
+            layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
             rates=(n.learning_rate,) if has_rate else (),
             scale=rules.descent if coupled and momentum is None else rules.scale_by,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import functional
@@ -16,7 +17,6 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, OptState, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,

@@ -20,7 +20,8 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, OptState, transformation
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks
-from jgrad._trees.explained import Transformation, explained, refuse_without_effect
+from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.known_names import refuse_without_effect
 from jgrad._trees.protocols import PyTree
 
 _NAME = "optimizer_of_leaf"

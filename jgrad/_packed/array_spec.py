@@ -8,15 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._kernels.leaf_step import Place
 from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed.buffers import join_leaves
 from jgrad._packed.layouts import WIDTH, Layout, Shard, Span
 from jgrad._packed.packed_layers import PackedLayers
-from jgrad._quantized.random_bits import ElementKeys
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.places import Place
 
 
 class UnpackedSpec(ArraySpec):
@@ -47,6 +46,7 @@ class BufferSpec(UnpackedSpec):
     """A buffer of leaves; each entry of `spans` says where one is."""
 
     is_unpacked = False
+    has_rows = True
 
     def over(self, shard: Shard) -> "BufferSpec":
         """The same, of which a device has a shard."""
@@ -86,7 +86,8 @@ class BufferSpec(UnpackedSpec):
         ]
         return join_leaves(self.spans, elements, self.shape[0])
 
-    def _keys(self, keys: Any, shape: tuple[int, ...], place: Place | None) -> ElementKeys:
+    def row_keys(self, keys: Any, place: Place | None) -> tuple[Any, Any]:
+        """For each row the key of its leaf, and the number of its first element there."""
         first: Any = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span)
@@ -96,9 +97,9 @@ class BufferSpec(UnpackedSpec):
         keys = keys[self._leaf_of_row]
         if self.shard is not None:
             keys, first = map(self.shard.slice, (keys, first))
-        return ElementKeys(keys, first)
+        return keys, first
 
-    def _counts(self, place: Place) -> bool:
+    def counts(self, place: Place) -> bool:
         """The elements of each leaf have to follow each other."""
         in_order = all(span.layers.stacked[:1] in ((), (0,)) for span in self.spans)
         return place.cut == [0] and in_order

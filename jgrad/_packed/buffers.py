@@ -27,9 +27,10 @@ import numpy as np
 from jgrad._arithmetic import numerics
 from jgrad._packed.layouts import WIDTH, Span
 from jgrad._quantized import encoding
+from jgrad._quantized.blocks import Blocks
 from jgrad._quantized.codec import Codec
 from jgrad._quantized.geometry import Geometry
-from jgrad._trees.forms import SMALLEST, Blocks
+from jgrad._trees.forms import SMALLEST
 
 
 def join_leaves(spans: Sequence[Span], leaves: Sequence[jax.Array], rows: int) -> jax.Array:

@@ -25,10 +25,11 @@ from jax.typing import ArrayLike
 
 from jgrad._layers import layer_axes as layer_axes_of
 from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
-from jgrad._trees import checks, shardings, trees
+from jgrad._quantized.blocks import SIZE
+from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import SIZE, SMALLEST
+from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
 
 # Number of elements in a block. Wider blocks pad more: a transformer of 193 leaves by 1% at 128, 3%
@@ -321,7 +322,7 @@ def other_leaves(a: Layout, b: Layout, a_name: str, b_name: str) -> str:
     """
     if a.structure == b.structure:
         return ""
-    of_a, of_b = (trees.rule_names(x.tree()) for x in (a, b))
+    of_a, of_b = (leaf_names.rule_names(x.tree()) for x in (a, b))
     both = (a_name, of_a, {*of_b}), (b_name, of_b, {*of_a})
     firsts = [(who, next((x for x in of if x not in other), None)) for who, of, other in both]
     if only := [f"only {who} has {x!r}" for who, x in firsts if x is not None]:

@@ -20,13 +20,12 @@ from jgrad._layers.array_spec import ArraySpec
 from jgrad._packed import array_spec
 from jgrad._packed.buffers import join_codes, join_leaves, recoded, split_codes, split_leaves
 from jgrad._packed.layouts import Layout, Span, layout_of
-from jgrad._quantized import words
+from jgrad._quantized.blocks import Blocks
 from jgrad._quantized.codec import codec_of
-from jgrad._trees import checks, trees
+from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Prefix, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shardings import replicated
@@ -206,7 +205,7 @@ def pack(
 
     is_leaf = lambda x: x is None or is_packed(x)  # noqa: E731
     packed = jax.tree_util.tree_map_with_path(as_in_like, like, tree, is_leaf=is_leaf)
-    return words.as_stored(packed, like)
+    return forms.as_stored(packed, like)
 
 
 @overload
@@ -239,7 +238,7 @@ def unpack(tree: PyTree) -> PyTree:
       >>> params["w"].shape, state.mw["w"].shape
       ((3, 2), (3, 2))
     """
-    return words.to_codes(_map_packed(functools.partial(where_it_lies, _leaves), tree))
+    return forms.to_codes(_map_packed(functools.partial(where_it_lies, _leaves), tree))
 
 
 def _map_packed(f: Callable[[Packed[Any]], PyTree], tree: PyTree) -> PyTree:
@@ -311,7 +310,7 @@ def _leaves(packed: Packed[Any], *, as_stored: bool = False) -> PyTree:
             parts = [None] * len(spans)
         else:
             _check_buffer(name, buffer, shape)
-            buffer = jax.tree.map(replicated, words.to_codes(buffer))
+            buffer = jax.tree.map(replicated, forms.to_codes(buffer))
             if isinstance(buffer, Blocks):
                 parts = split_codes(spans, buffer, as_stored=as_stored)
             else:
@@ -338,7 +337,7 @@ def _check_buffer(name: str, buffer: Array, shape: tuple[int, ...]) -> None:
 def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     """A tree of the structure and shapes of a layout, in buffers; each buffer of one dtype."""
     layout = like.layout
-    arg = ArgLeaves.from_tree("pack", "tree", words.to_codes(tree)).with_arrays()
+    arg = ArgLeaves.from_tree("pack", "tree", forms.to_codes(tree)).with_arrays()
     leaves = list(arg.leaves)
     expected: list[Any] = [None] * len(leaves)
     for name, buffer in like.buffers.items():
@@ -367,7 +366,7 @@ def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None
     """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
     if buffer is None:
         return "" if x is None else "None, as in `like`"
-    if isinstance(buffer, Factors) or isinstance(x, Factors):
+    if forms.of_method(buffer) or forms.of_method(x):
         return "" if isinstance(x, type(buffer)) else checks.describe(buffer)
     if isinstance(buffer, Blocks):
         codec = codec_of(buffer)

@@ -4,18 +4,15 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from jgrad._packed.layouts import Layout
 from jgrad._packed.packing import Packed
-from jgrad._quantized.codec import codec_of
-from jgrad._trees import checks, path_rules, trees
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees import checks, forms, leaf_names, trees
 from jgrad._trees.protocols import PyTree
 
 
 def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
-    """The tree with `Blocks`, `Factors` and `Packed` for dictionaries of their fields.
+    """The tree with forms, such as `Blocks`, and `Packed` for dictionaries of their fields.
 
     And with states of numbers alone, if `likes` have one: a layer may have the name of its field.
     Files do not have the layout of packed trees: it is that of one in `likes` with such buffers,
@@ -75,7 +72,7 @@ def _kind(x: PyTree, states: Collection[Any] = ()) -> Any:
         return None
     if x.keys() == {"buffers"} and isinstance(x["buffers"], dict):
         return Packed
-    kinds = (Blocks, _are_blocks), (Factors, _are_factors), *((x, _are_numbers) for x in states)
+    kinds = [*forms.makers(), *((x, _are_numbers) for x in states)]
     for kind, fits in kinds:
         if x.keys() == {*kind._fields} and fits(*(_array(x[name]) for name in kind._fields)):
             return kind
@@ -84,20 +81,6 @@ def _kind(x: PyTree, states: Collection[Any] = ()) -> Any:
 
 def _are_numbers(*fields: PyTree) -> bool:
     return all(getattr(x, "shape", None) == () for x in fields)
-
-
-def _are_blocks(codes: PyTree, scale: PyTree) -> bool:
-    is_scale = getattr(scale, "dtype", 0) == np.float32
-    return is_scale and codec_of(Blocks(codes, scale)) is not None
-
-
-def _are_factors(rows: PyTree, columns: PyTree) -> bool:
-    """Of one array: where one has an axis, the other one has size 1."""
-    shapes = [getattr(x, "shape", ()) for x in (rows, columns)]
-    pairs = [*zip(*shapes, strict=False)]
-    alone = [any(pair[k] > 1 == pair[1 - k] for pair in pairs) for k in (0, 1)]
-    fits = all(a == b or 1 in (a, b) for a, b in pairs)
-    return len(shapes[0]) == len(shapes[1]) and fits and all(alone)
 
 
 def _of_arrays(kind: Any, x: dict[str, PyTree]) -> PyTree:
@@ -120,14 +103,14 @@ def _layouts(
     def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
-    keys, shapes = path_rules.keys_of(path), of_arrays(buffers)
+    keys, shapes = leaf_names.keys_of(path), of_arrays(buffers)
     layouts: list[Layout] = []
     for like in likes:
         by_likeness: dict[int, list[Layout]] = {}
         for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=trees.is_packed):
             is_it = trees.is_packed(x) and of_arrays(x.buffers) == shapes
             if is_it and x.layout.shard is None:
-                end = path_rules.common_end(path_rules.keys_of(key_path), keys)
+                end = leaf_names.common_end(leaf_names.keys_of(key_path), keys)
                 by_likeness.setdefault(end, []).append(x.layout)
         layouts += by_likeness[max(by_likeness)] if by_likeness else []
     return layouts

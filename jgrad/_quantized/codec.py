@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees.forms import Blocks
+from jgrad._quantized.blocks import Blocks
 
 _DROPPED = 20  # bits of a float32 below the three of the mantissa that are kept
 _ONE = 127 << 3  # the upper bits of 1.0

@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._quantized import bfloat16, codec as coding
+from jgrad._quantized.blocks import SIZE, Blocks
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
 from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
 from jgrad._quantized.words import to_codes
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
-from jgrad._trees.variables import is_leaf
+from jgrad._trees.trees import is_leaf
 
 # For a maximum over rows, XLA's CPU backend writes its input to memory, 4 bytes per element. A
 # maximum over an axis that is not the last is a loop that computes what it reads, so a block is
@@ -103,10 +103,19 @@ class Rounding(NamedTuple):
         """32 random bits for each element of a leaf, or of some rows of a buffer."""
         return bits_for(x, self.of_step, self.keys)
 
+    def in_bfloat16(self, x: jax.Array) -> jax.Array:
+        """Rounded at random."""
+        return _to_bfloat16(x, self)
+
     @staticmethod
     def to_bfloat16(bits: jax.Array) -> jax.Array:
         """The bfloat16 numbers whose bits are the upper half of these."""
         return bfloat16.of_bits(bits)
+
+
+@jax.jit
+def _to_bfloat16(x: jax.Array, rounding: Rounding) -> jax.Array:
+    return bfloat16.rounded(x, rounding.bits(x))
 
 
 def encoded(

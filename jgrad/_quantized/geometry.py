@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgrad._trees.forms import SIZE, Blocks
+from jgrad._quantized.blocks import SIZE, Blocks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgrad._quantized.blocks import CODES, IN_WORD, Blocks, axis_of_words
 from jgrad._quantized.geometry import in_rows
 from jgrad._trees import checks, host_memory
-from jgrad._trees.forms import CODES, IN_WORD, Blocks, axis_of_words
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import barrier
 
@@ -24,83 +24,43 @@ SCOPE = "jgrad:words"  # of what converts them, which mixes no elements
 _OTHERS = CODES | {codes: words for words, codes in CODES.items()}
 
 
-def large_to_words(tree: PyTree) -> PyTree:
-    """The tree with words for those codes whose words belong in host memory."""
-
-    def converted(x: Blocks) -> Blocks:
-        codes, scale = jax.tree.leaves(x)
-        axis = _axis(codes) if in_rows(Blocks(codes, scale)) else None
-        if axis is None or not host_memory.is_large_shape(_shape(codes, axis)):
-            return x
-        return _converted(x, axis)
-
-    return _map_blocks(converted, tree)
+def to_words(x: Blocks) -> Blocks:
+    """An array in 8 bits with words for codes, where these belong in host memory."""
+    codes, scale = jax.tree.leaves(x)
+    axis = _axis(codes) if in_rows(Blocks(codes, scale)) else None
+    if axis is None or not host_memory.is_large_shape(_shape(codes, axis)):
+        return x
+    return _converted(x, axis)
 
 
-def belong_on_host(tree: PyTree) -> list[bool]:
-    """Which arrays do: of codes those in words, with their scales, and others that are large.
+def belong_on_host(x: Blocks, is_large: Callable[[Any], bool]) -> list[bool]:
+    """Whether its arrays do: codes in words, and their scales if they are large.
 
     Scales of a matrix stay: XLA lays them out with rows along the lanes, where it cannot slice them
     on the host, as an embedding is sliced.
     """
-    found = []
-    for x in jax.tree.leaves(tree, is_leaf=_is_blocks):
-        if not _is_blocks(x):
-            found.append(host_memory.is_large(x))
-            continue
-        in_words, scale = _axis_of(x) is not None, jax.tree.leaves(x)[-1]
-        found += [in_words, in_words and scale.ndim > 2 and host_memory.is_large(scale)]
-    return found
+    in_words, scale = _axis_of(x) is not None, jax.tree.leaves(x)[-1]
+    return [in_words, in_words and scale.ndim > 2 and is_large(scale)]
 
 
-def to_codes(tree: PyTree) -> PyTree:
-    """The tree with codes for words, in the memory where these lie."""
-
-    def converted(x: Blocks) -> Blocks:
-        axis = _axis_of(x)
-        return x if axis is None else _apart(_converted(x, axis))
-
-    return _map_blocks(converted, tree)
+def to_codes(x: Blocks) -> Blocks:
+    """An array in 8 bits with codes for words, in the memory where these lie."""
+    axis = _axis_of(x)
+    return x if axis is None else _apart(_converted(x, axis))
 
 
-def as_stored(new: PyTree, old: PyTree) -> PyTree:
-    """A tree with words where another one has them, and codes where that has codes."""
-
-    def like(x: PyTree, axis: int | None) -> PyTree:
-        if _axis_of(x) == axis:
-            return x
-        x = to_codes(x)
-        return x if axis is None else _converted(_apart(x), axis)
-
-    leaves = jax.tree.leaves(new, is_leaf=_is_blocks)
-    axes = map(_axis_of, jax.tree.leaves(old, is_leaf=_is_blocks))
-    stored = [like(x, k) for x, k in zip(leaves, axes, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(new, is_leaf=_is_blocks), stored)
-
-
-def shapes(tree: PyTree) -> PyTree:
-    """The types of the arrays of a tree, with those of codes for words."""
-
-    def of_leaf(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
-
-    return to_codes(jax.tree.map(of_leaf, tree))
-
-
-def _is_blocks(x: object) -> bool:
-    return isinstance(x, Blocks)
-
-
-def _map_blocks(f: Callable[[Blocks], Blocks], tree: PyTree) -> PyTree:
-    """The tree with other 8-bit arrays; the same if there are none."""
-    if not any(map(_is_blocks, jax.tree.leaves(tree, is_leaf=_is_blocks))):
-        return tree
-    return jax.tree.map(lambda x: f(x) if _is_blocks(x) else x, tree, is_leaf=_is_blocks)
+def stored_as(x: Blocks, like: PyTree) -> Blocks:
+    """An array in 8 bits with words where another one has them, and codes where that has codes."""
+    axis = _axis_of(like)
+    if _axis_of(x) == axis:
+        return x
+    x = to_codes(x)
+    return x if axis is None else _converted(_apart(x), axis)
 
 
 def _axis_of(x: PyTree) -> int | None:
     """Along which axis four codes are a word, of an array in 8 bits or of variables of one."""
-    parts = jax.tree.leaves(x) if _is_blocks(x) else ()
+    parts = jax.tree.leaves(x) if isinstance(x, Blocks) else ()
     return axis_of_words(*parts) if len(parts) == len(Blocks._fields) else None
 
 

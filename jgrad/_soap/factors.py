@@ -15,18 +15,14 @@ from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
 from jgrad._soap.bases import Side, product
-from jgrad._trees import checks, trees, variables
+from jgrad._trees import checks, forms, trees, variables
 from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
-
-# Relative rounding error of an 8-bit moment; averaged over some updates, it is about 0.1.
-_OF_CODES = 0.25
 
 
 class SoapFactors(NamedTuple):
@@ -300,7 +296,8 @@ def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> 
 
 def _rounding(stored: Any) -> float:
     """Of a moment in this form, relative to its elements, as it is left after some updates."""
-    return _OF_CODES if isinstance(stored, Blocks) else 2 * float(jnp.finfo(stored.dtype).eps)
+    form = forms.of(stored)
+    return 2 * float(jnp.finfo(stored.dtype).eps) if form is None else form.precision
 
 
 def _of_runs(

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import FORM, MATRICES, SHARD_OVER, Given, Options, checked, count, one_of
+from jgrad._inputs.factory import FORM, Given, Options, checked, count, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
-from jgrad._inputs.matrix_options import LAST
+from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.transformation import MoreFields, transformation
-from jgrad._kernels.moment import Moments
 from jgrad._muon.directions import either
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import jax
 
 from jgrad._inputs import options
-from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees import checks, forms, leaf_names, trees, variables
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.forms import Blocks, Factors
 from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
 NAME = "carry_over"
@@ -135,7 +134,7 @@ def read(state: PyTree) -> list[StateLeaf]:
         if array is not None
     ]
     moments = {(x.owner, x.keys, x.field): x.array for x in leaves if x.role == "moment"}
-    factored = {owner for (owner, _, _), x in moments.items() if isinstance(x, Factors)}
+    factored = {owner for (owner, _, _), x in moments.items() if forms.of_method(x)}
     in_bases = {(x.owner, k) for x in leaves if x.role == "factors" for k in x.owners_keys}
 
     def with_unit(x: StateLeaf) -> StateLeaf:
@@ -188,7 +187,7 @@ def leaves_of(tree: PyTree) -> list[tuple[Keys, Leaf]]:
 
 def keys_of(path: KeyPath) -> Keys:
     """The keys of a path as text."""
-    return tuple(path_rules.keys_of(path))
+    return tuple(leaf_names.keys_of(path))
 
 
 def _fields(
@@ -209,7 +208,7 @@ def _fields(
     if children is None:
         yield StateLeaf("", "", "like", keys_of(plain), node, path, "", keys_of(path), clock)
         return
-    names = [path_rules.shown((key,)) for key, _ in children]
+    names = [leaf_names.shown((key,)) for key, _ in children]
     fields = _fields_of(node, set(names))
     if fields is None:
         links = ", ".join(type(x).__name__ for x in _links(node, children))
@@ -262,7 +261,7 @@ def _fields_of(node: PyTree, names: set[str]) -> FieldRoles | None:
     declared: FieldRoles | None = getattr(type(node), "__jgrad_fields__", None)
     if declared is not None:
         return declared
-    is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, Blocks)
+    is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not forms.is_one(node)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
     for fields in STATES:  # fields that are None are missing in files

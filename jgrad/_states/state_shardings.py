@@ -13,12 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 
 from jgrad._inputs.transformation import arrays_of
 from jgrad._packed.packing import Packed
-from jgrad._quantized.geometry import geometry
-from jgrad._trees import checks, host_memory, trees, variables
+from jgrad._trees import checks, forms, host_memory, trees, variables
 from jgrad._trees.annotations import Prefix
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, explained
-from jgrad._trees.forms import Blocks, Factors, axis_of_words
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._wrappers import inside
 
@@ -198,23 +196,23 @@ class _Shardings:
 
     def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool = False) -> Leaf:
         """The sharding of the parameter, sharded further, where the shapes agree."""
-        if isinstance(x, Blocks):
-            array = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            pairs = (_of_codes(followed, x), x.codes), (followed, array)
-            codes, of_array = (self._like(*pair, rows_only=rows_only) for pair in pairs)
-            return x._replace(codes=codes, scale=geometry(x).sharding_of_scale(of_array))
-        if isinstance(x, Factors):
-            return Factors(*(self._like(followed, of, rows_only=rows_only) for of in x))
+        if (form := forms.of(x)) is not None:
+
+            def of_part(part: Leaf, of: Any = None, axis: int | None = None) -> Leaf:
+                whole = followed if axis is None else _in_words(followed, part, of, axis)
+                return self._like(whole, part, rows_only=rows_only)
+
+            return form.shardings(x, of_part)
         sharding = None if followed is None else _fitted(followed, x.shape)
         if sharding is None:
             return self.replicated
         return _sharded_further(sharding, x.shape, self.axes, rows_only=rows_only)
 
 
-def _of_codes(followed: _Sharded | None, x: Blocks) -> _Sharded | None:
+def _in_words(followed: _Sharded | None, words: Leaf, x: Leaf, axis: int) -> _Sharded | None:
     """The parameter, with four rows in one where those of codes are, if shards have whole ones."""
-    axis, shape = axis_of_words(*x), x.codes.shape
-    if followed is None or axis is None or followed.shape != x.shape:
+    shape = words.shape
+    if followed is None or followed.shape != x.shape:
         return followed
     sharding = followed.sharding
     names = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]

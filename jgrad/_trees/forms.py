@@ -1,124 +1,267 @@
-"""Forms of an array that count as one leaf: in 8 bits, or factored into rows and columns."""
+"""Forms in which a state stores an array that counts as one leaf: what is asked of each.
 
-from typing import Any, NamedTuple
+A form is a type of nodes, such as `Blocks`, and a `Form` that answers for it. Whoever adds one
+writes a class with these methods and registers it; the rest of the house asks, and tests no type.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 import numpy as np
 
-SIZE = 256  # elements of a block; each row of a packed buffer is one
-# Number of elements of a global array from which it is stored in 8 bits; smaller ones gain nothing.
-SMALLEST = 4096
-# In host memory, four codes are a word: the dtypes of words, and of their codes.
-CODES = {np.dtype(np.int32): np.dtype(np.int8), np.dtype(np.uint32): np.dtype(np.uint8)}
-IN_WORD = 4
+from jgrad._trees.protocols import Leaf, PyTree
+
+SMALLEST = 4096  # elements from which few bits per element gain something
 
 
-def axis_of_words(codes: Any, scale: Any) -> int | None:
-    """Along which axis four codes are a word, as the scales show it; None where none are."""
-    if getattr(codes, "dtype", None) not in CODES or len(codes.shape) != len(scale.shape):
+class Form:
+    """The answers of one form. Those that raise `NotImplementedError` have to be given.
+
+    Attributes:
+      kind: of the nodes, a `NamedTuple` of arrays with `shape` and `dtype`.
+      name: as users ask for it by `moment_dtype`; "" where a method chooses it.
+      words: as messages call it.
+      is_rounded: whether it is rounded at random when it is written.
+      precision: relative rounding error, of which a few updates leave less than half.
+      named_part: the part that a box of flax names as the array; None where all together are.
+      loses: why no other form can be made of it, for an error; "" where one can.
+    """
+
+    kind: Any
+    name = ""
+    words = ""
+    is_rounded = False
+    precision = 0.0
+    named_part: int | None = 0
+    loses = ""
+
+    # ---- in an update
+
+    def array(self, x: Any) -> Any:
+        """The array for which it stands."""
+        raise NotImplementedError
+
+    def check(self, arg: Any, i: int, x: Any, like: Any, *, real: bool, remedy: str) -> None:
+        """An error where leaf `i` of a state is not as an update needs it.
+
+        Args:
+          arg: all leaves, an `ArgLeaves`.
+          i: which of them.
+          x: the leaf.
+          like: what has its shape.
+          real: whether it is a second moment.
+          remedy: what to say of another form.
+        """
+        raise NotImplementedError
+
+    def zeros(self, p: Any, like: Any, layout: Any, zeros: Callable[[Any], Any], real: bool) -> Any:
+        """Zeros of a moment.
+
+        Args:
+          p: the parameter, or a part of it of the right shape.
+          like: what has the shape, in this form where a method chooses it.
+          layout: what `layouts` says of it, where a user chose the form.
+          zeros: an ordinary array of zeros of a shape.
+          real: whether it is a second moment.
+        """
+        raise NotImplementedError
+
+    def write(self, moment: Any, rule: Any, args: tuple[Any, ...]) -> Any:
+        """What `LeafMoment.write` returns; what is stored becomes `moment.new`."""
+        raise NotImplementedError
+
+    def kernels(self, x: Any) -> Any:
+        """What makes the step of a leaf one operation on accelerators; None for ordinary steps."""
         return None
-    pairs = list(zip(codes.shape, scale.shape, strict=True))[:-1]
-    axes = [k for k, (n, rows) in enumerate(pairs) if n != rows]
-    is_one = len(axes) == 1 and pairs[axes[0]][0] * IN_WORD == pairs[axes[0]][1]
-    return axes[0] if is_one else None
+
+    # ---- where users choose it
+
+    def layouts(self, params: Any, shapes: PyTree, options: Any) -> list[Any]:
+        """For each array how it is stored in this form; None where it is not."""
+        raise NotImplementedError
+
+    def may_be(self, params: Any, i: int, options: Any) -> bool:
+        """Whether an array may be stored in this form, although its shape does not say so."""
+        return False
+
+    def say_if_unused(self, params: Any, options: Any) -> None:
+        """Where a user chose the form, and no array is stored in it."""
+
+    # ---- in states
+
+    def array_dtype(self, x: Any) -> Any:
+        """The dtype of `array(x)`."""
+        return np.dtype(np.float32)
+
+    def describe(self, x: Any) -> str:
+        """What came, in a few words."""
+        return f"{self.kind.__name__} of {x.dtype} and shape {x.shape}"
+
+    def is_made_of(self, *parts: Any) -> bool:
+        """Whether such arrays, restored from a file under the names of the parts, are one."""
+        raise NotImplementedError
+
+    def check_stored(self, arg: Any, i: int, x: Any) -> None:
+        """An error where leaf `i` of a state is none that can be read."""
+
+    def form_of(self, x: Any) -> tuple[Any, ...]:
+        """What equal ones have in common, of which the first is as accounts call it."""
+        return (self.words, *((part.shape, part.dtype) for part in x))
+
+    def made_of(self, arg: Any, i: int, like: Any, x: Leaf) -> Any:
+        """Leaf `i`, an array or in any form, in the form and the parts of another one."""
+        raise NotImplementedError
+
+    def shardings(self, x: Any, of_part: Callable[..., Any]) -> Any:
+        """Its shardings, by parts.
+
+        Args:
+          x: the leaf.
+          of_part: that of the parameter for a part, along the axes that both have. With `of` and
+            `axis`, of the leaf whose elements along an axis are some to one of the part.
+        """
+        return self.kind(*map(of_part, x))
+
+    # ---- in host memory
+
+    def to_words(self, x: Any) -> Any:
+        """As it lies in host memory."""
+        return x
+
+    def to_codes(self, x: Any) -> Any:
+        """As an update reads it."""
+        return x
+
+    def as_stored(self, x: Any, like: Any) -> Any:
+        """As another one lies."""
+        return x
+
+    def belong_on_host(self, x: Any, is_large: Callable[[Any], bool]) -> list[bool]:
+        """Which of its arrays do."""
+        return list(map(is_large, jax.tree.leaves(x)))
 
 
-class Blocks(NamedTuple):
-    """An 8-bit array, with a code for each element and a scale for each block of 256.
+# ---- the table ---------------------------------------------------------------------------------
 
-        element = decode(code) scale
-
-    Moments have this form if you choose `moment_dtype="8bit"`. Field names are part of the
-    checkpoint format. `jgrad.carry_over` converts them to ordinary arrays.
-
-    Attributes:
-      codes: in the shape of the array; int8 for a first moment, uint8 for a second one. What
-        `offload` puts in host memory has four of them in a word, int32 or uint32, along an axis of
-        rows, and `jgrad.unpack` has them as codes again.
-      scale: in float32, a power of two for each block, or 0 if the block is all zeros. If the last
-        axis n is a multiple of 256, its shape is (..., n / 256). Otherwise it is (blocks,) for the
-        flattened array or, with stacked layers, (..., blocks), with the size of each stacked axis
-        and 1 for each other one.
-
-    Example:
-      >>> tx = jgrad.adam(1e-3, moment_dtype="8bit")
-      >>> state = tx.init({"w": jnp.ones((64, 256)), "b": jnp.zeros(256)})
-      >>> codes, scale = state.mw["w"]
-      >>> codes.dtype.name, codes.shape, scale.shape
-      ('int8', (64, 256), (64, 1))
-      >>> state.mw["b"].dtype.name  # below 4096 elements
-      'float32'
-    """
-
-    codes: Any  # arrays, or whatever JAX and its users put in their place
-    scale: Any
-
-    def __repr__(self) -> str:
-        # Only kinds and shapes: nobody reads codes, and printed states have many of them.
-        return f"Blocks({', '.join(map(in_short, self))})"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the array."""
-        shape: tuple[int, ...] = self.codes.shape
-        return shape if axis_of_words(*self) is None else (*self.scale.shape[:-1], shape[-1])
-
-    @property
-    def dtype(self) -> Any:
-        """That of the codes."""
-        return self.codes.dtype if axis_of_words(*self) is None else CODES[self.codes.dtype]
+_BY_KIND: dict[type, Form] = {}
+_BY_NAME: dict[str, Form] = {}
+_RANDOM: list[Callable[..., Any]] = []
+_BOXES: list[Any] = []
 
 
-def in_short(x: Any) -> str:
-    """`float32[3, 2]` for an array; the repr of what is none."""
-    is_array = hasattr(x, "dtype") and hasattr(x, "shape")
-    return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
+def register(form: Form) -> None:
+    """Adds a form."""
+    _BY_KIND[form.kind] = form
+    if form.name:
+        _BY_NAME[form.name] = form
 
 
-Blocks.__module__ = "jgrad"  # where users import it from, and what a pickle names
+def rounds_by(random: Callable[..., Any]) -> None:
+    """Adds what rounds at random: `random(step)` has `rounding(inputs, old, mesh_axes)`."""
+    _RANDOM[:] = [random]
 
 
-class Factors(NamedTuple):
-    """Averages of the squares of a matrix over its inputs and over its outputs.
-
-        element = rows columns / (mean of the rows of its matrix)
-
-    `adafactor` stores second moments in this form: n + m numbers for a matrix with n outputs and m
-    inputs. Field names are part of the checkpoint format.
-
-    Attributes:
-      rows: for each output, the mean over its inputs; in the shape of the array, with size 1 for
-        inputs.
-      columns: for each input, the mean over its outputs; with size 1 for outputs.
-
-    Example:
-      >>> state = jgrad.adafactor(1e-2).init({"w": jnp.ones((512, 256)), "b": jnp.zeros(256)})
-      >>> rows, columns = state.vw["w"]
-      >>> rows.shape, columns.shape, state.vw["w"].shape, state.vw["b"].shape
-      ((1, 256), (512, 1), (512, 256), (256,))
-    """
-
-    rows: Any
-    columns: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the array."""
-        return np.broadcast_shapes(self.rows.shape, self.columns.shape)
-
-    @property
-    def ndim(self) -> int:
-        """That of the array."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """That of the array."""
-        return int(np.prod(self.shape))
-
-    @property
-    def dtype(self) -> Any:
-        """That of the averages."""
-        return self.rows.dtype
+def boxed_by(boxes: Any) -> None:
+    """Adds what knows the boxes in which flax holds arrays: `variables.py`."""
+    _BOXES[:] = [boxes]
 
 
-Factors.__module__ = "jgrad"  # where users import it from, and what a pickle names
+def of(x: Any) -> Form | None:
+    """The form of a leaf; None for an array, or what else is none."""
+    return _BY_KIND.get(type(x))
+
+
+def known(x: Any) -> Form:
+    """That of a leaf which is in one."""
+    return _BY_KIND[type(x)]
+
+
+def named(name: object) -> Form | None:
+    """The form that users call so; None for a dtype."""
+    return _BY_NAME.get(name) if isinstance(name, str) else None
+
+
+def names() -> list[str]:
+    """All that users may ask for."""
+    return list(_BY_NAME)
+
+
+def makers() -> list[tuple[Any, Callable[..., bool]]]:
+    """Each kind, and what says whether parts from a file are one."""
+    return [(form.kind, form.is_made_of) for form in _BY_KIND.values()]
+
+
+def of_method(x: Any) -> bool:
+    """Whether a leaf is in a form that a method chose, and no user."""
+    form = of(x)
+    return form is not None and not form.name
+
+
+def some(leaves: Sequence[Any]) -> bool:
+    """Whether one of them is in a form."""
+    return not _BY_KIND.keys().isdisjoint(map(type, leaves))
+
+
+def random(step: jax.Array) -> Any:
+    """What rounds at random in one update."""
+    return _RANDOM[0](step)
+
+
+# ---- in trees ----------------------------------------------------------------------------------
+
+
+def is_one(x: Any) -> bool:
+    """Whether a leaf is in a form."""
+    return type(x) in _BY_KIND
+
+
+def map_forms(f: Callable[[Form, Any], Any], tree: PyTree) -> PyTree:
+    """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
+    if not some(leaves):
+        return tree
+    return structure.unflatten([f(_BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+
+
+def in_boxes(tree: PyTree) -> PyTree:
+    """A state as users see it, in which parts are in boxes of flax, if these held the leaves."""
+    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
+    return _BOXES[0].blocks_of_variables(tree) if has_some else tree
+
+
+def out_of_boxes(tree: PyTree) -> PyTree:
+    """A state as methods see it; the same if no part is in a box."""
+    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
+    return _BOXES[0].variables_of_blocks(tree) if has_some else tree
+
+
+def to_words(tree: PyTree) -> PyTree:
+    """The tree, each leaf as it lies in host memory."""
+    return map_forms(lambda form, x: form.to_words(x), tree)
+
+
+def to_codes(tree: PyTree) -> PyTree:
+    """The tree, each leaf as an update reads it, in the memory where it lies."""
+    return map_forms(lambda form, x: form.to_codes(x), tree)
+
+
+def as_stored(new: PyTree, old: PyTree) -> PyTree:
+    """A tree, each leaf as the one of another tree lies."""
+    leaves: list[Any]
+    structure: Any
+    leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
+    pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
+    return structure.unflatten(
+        [_BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+    )
+
+
+def belong_on_host(tree: PyTree, is_large: Callable[[Any], bool]) -> list[bool]:
+    """Which arrays do."""
+    found: list[bool] = []
+    for x in jax.tree.leaves(tree, is_leaf=is_one):
+        found += _BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
+    return found

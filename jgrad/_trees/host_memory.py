@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgrad._trees.checks import is_on_host as is_on_host, place_on_host as place_on_host
 from jgrad._trees.protocols import PyTree
 
 KIND = "pinned_host"
@@ -34,12 +35,6 @@ def check(function: str) -> None:
         came = f"memory of the kinds {', '.join(map(repr, kinds))}"
         backend = f"the backend {device.platform!r}"
         raise RuntimeError(f"{function}: {backend}: {came}, expected {KIND!r} among them.")
-
-
-def is_on_host(x: Any) -> bool:
-    """Whether an array lies in host memory."""
-    # As `jax.typeof(x)`, which takes ten times as long, checked in JAX 0.8 to 0.12.
-    return isinstance(x, jax.Array) and bool(x.aval.memory_space == jax.memory.Space.Host)
 
 
 def is_array(x: Any) -> bool:
@@ -118,24 +113,6 @@ def as_on_device(x: Any) -> Any:
     if not is_on_host(x):
         return x
     return jax.typeof(x).update(memory_space=jax.memory.Space.Device)
-
-
-def place_on_host(tree: PyTree) -> str | None:
-    """The path of the first array that lies in host memory; None if there is none."""
-    if not any(map(is_on_host, jax.tree.leaves(tree))):
-        return None
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if is_on_host(x):
-            return jax.tree_util.keystr(path)
-    return None
-
-
-def refuse(function: str, name: str, tree: PyTree, expected: str) -> None:
-    """An error where an array of an argument lies in host memory."""
-    where = place_on_host(tree)
-    if where is not None:
-        at = f" at {where}" if where else ""
-        raise ValueError(f"{function}: `{name}`{at}: in host memory, expected {expected}.")
 
 
 def add_note(error: ValueError, function: str, remedy: str, **arguments: PyTree) -> None:

@@ -1,8 +1,7 @@
 """Rules for paths: which rule applies to which leaf.
 
-A path is a sequence of keys. Dictionary keys, attributes and indices are written alike, so that one
-rule, such as `layers/0/kernel`, fits models of any library. A key with slashes, as in haiku, counts
-as several keys, and so does a tuple, as from `flax.traverse_util.flatten_dict`.
+A path is a sequence of keys, written as `leaf_names` has them, so that one rule, such as
+`layers/0/kernel`, fits models of any library.
 """
 
 import difflib
@@ -13,41 +12,13 @@ from typing import Any
 
 import jax
 
-from jgrad._trees.protocols import KeyPath
+from jgrad._trees import checks, leaf_names, trees
+from jgrad._trees.leaf_names import keys_of, shown
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.told import told
 
 _ANY_KEYS, _WITHIN_KEY = "**", "*"
 _SHOWN = 3  # paths named in a message
-
-
-def keys_of(path: Sequence[object]) -> list[str]:
-    """The keys of a path, as text."""
-    keys: list[str] = []
-    for entry in path:
-        name = entry
-        for attribute in ("idx", "name", "key"):
-            if (value := getattr(entry, attribute, None)) is not None:
-                name = value
-        for key in name if isinstance(name, tuple) else (name,):
-            keys += str(key).split("/")
-    return keys
-
-
-def common_end(a: Sequence[str], b: Sequence[str]) -> int:
-    """The number of last keys that are the same."""
-    ends = list(zip(reversed(a), reversed(b), strict=False))
-    return next((n for n, (x, y) in enumerate(ends) if x != y), len(ends))
-
-
-def shown(path: Sequence[object]) -> str:
-    """A path as rules are written."""
-    return "/".join(keys_of(path))
-
-
-def table(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of a text, with their columns below each other."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 @functools.cache
@@ -128,6 +99,21 @@ class PathRules:
     @classmethod
     def tree_unflatten(cls, patterns: tuple[str, ...], values: Any) -> "PathRules":
         return cls(patterns, values)
+
+    def __jgrad_values__(self, function: str, name: str, reference: PyTree) -> list[Leaf]:
+        """The value of each leaf of a tree, for an option; any where the tree has None."""
+        known = jax.tree_util.tree_leaves_with_path(reference, trees.is_leaf)
+        rules = self.rules_of(
+            [None if x is None else path for path, x in known],
+            f"{function}: `{name}`: ",
+            lambda: leaf_names.rule_names(reference),
+            lambda: leaf_names.masked_paths(reference),
+        )
+        for x in self.values:
+            if not trees.is_one_leaf(trees.flatten(x)[1]):
+                came, expected = f"{checks.describe(x)} in `by_path`", "the value of one leaf"
+                raise ValueError(f"{function}: `{name}`: {came}, expected {expected}.")
+        return [self.values[-1 if i is None else i] for i in rules]
 
     def rules_of(
         self,

@@ -7,7 +7,7 @@ rounding asks it for the position of a layer in its stack. Anything that needs t
 whole model at once raises an error (`refuse`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._trees import trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import KeyPath, PyTree
-from jgrad._trees.told import told, trace_state
+from jgrad._trees.told import Stack, told, trace_state
 
 _STEP = "step_in_backward"
 IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
@@ -101,12 +103,33 @@ class Share:
             return self._known[key]
         return combine.two(self._others[key], part) if key in self._others else part
 
-    def shape(self, path: KeyPath, own: jax.ShapeDtypeStruct | None) -> object:
+    def _shape(self, path: KeyPath, own: jax.ShapeDtypeStruct | None) -> object:
         """That of a parameter in the whole model, in the dtype that it has here."""
         whole = self._shapes.get(path)
         if own is None or whole is None:
             return own if whole is None else whole
         return jax.ShapeDtypeStruct(whole.shape, own.dtype)
+
+    def of_whole_model(self, shapes: PyTree) -> PyTree:
+        """The shapes of all parameters, for those of the share."""
+        return jax.tree_util.tree_map_with_path(self._shape, shapes, is_leaf=lambda x: x is None)
+
+    def of_layer(self, arg: ArgLeaves, shapes: PyTree) -> ArgLeaves:
+        """Numbers for the elements of each leaf; where a layer is updated by itself, those of it.
+
+        Args:
+          arg: the numbers.
+          shapes: of the leaves of the share.
+        """
+        if self.layer is None:
+            return arg
+        leaves = list(arg.leaves)
+        for i, x, stack in stacked_leaves(shapes):
+            axis = np.ndim(leaves[i]) - x.ndim + stack.axis
+            if axis >= 0 and np.shape(leaves[i])[axis] == stack.layers * stack.length:
+                first = self.layer * stack.length
+                leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], first, stack.length, axis)
+        return arg._replace(leaves=leaves)
 
     def add(self, tree: PyTree) -> None:
         """Says that arrays are made of gradients of this share, by this library."""
@@ -170,12 +193,13 @@ def shapes_of(params: PyTree) -> dict[KeyPath, jax.ShapeDtypeStruct]:
     return {path: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for path, x in leaves}
 
 
-def of_whole_model(shapes: PyTree) -> PyTree:
-    """What an option that is a function is called with: no share, but all parameters."""
-    share: Share | None = told().share
-    if share is None:
-        return shapes
-    return jax.tree_util.tree_map_with_path(share.shape, shapes, is_leaf=lambda x: x is None)
+def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Any, Stack]]:
+    """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
+    stacks = told().stacks
+    leaves = jax.tree_util.tree_leaves_with_path(shapes, trees.is_leaf)
+    for i, (path, x) in enumerate(leaves):
+        if x is not None and path in stacks:
+            yield i, x, stacks[path]
 
 
 def refuse(

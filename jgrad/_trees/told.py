@@ -70,7 +70,7 @@ class Told(NamedTuple):
       is_dry: whether gradients stand for those to come, and arguments of `update` may be missing.
       trace: in which those before are told, by `told`; the others look at it themselves.
       then: a `Then`, what a wrapper does with the updates, if it says so.
-      undecayed: names of leaves whose norm a wrapper keeps, where weight decay makes no sense.
+      undecayed: checks weight decays, if a wrapper keeps the norms of leaves.
       share: the `Share` whose update is traced, in `step_in_backward`.
       stacks: by path, those of the model, in either form of that step.
       directions: the names and states of each `scale_by_*` whose `init` runs, if a wrapper asks.
@@ -83,7 +83,7 @@ class Told(NamedTuple):
     is_dry: bool = False
     trace: Hashable = None
     then: Any = None
-    undecayed: frozenset[str] = frozenset()
+    undecayed: Any = None
     share: Any = None
     stacks: Mapping[Any, Stack] = MappingProxyType({})
     directions: list[tuple[str, Any]] | None = None

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jgrad._trees.path_rules import shown
+from jgrad._trees import forms
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
-from jgrad._trees.variables import is_leaf as is_leaf, leaves_with_paths, named_leaves
 
 Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types
+
+
+def is_leaf(x: PyTree) -> bool:
+    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
+    return x is None or forms.is_one(x)
 
 
 def is_none(x: PyTree) -> bool:
@@ -96,47 +100,21 @@ def paths(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in leaves]
 
 
-def _is_masked(x: PyTree) -> bool:
+def is_masked(x: PyTree) -> bool:
+    """Whether `optax.masked` or `optax.partition` has taken it away."""
     return isinstance(x, optax.MaskedNode)
-
-
-def masked_paths(tree: PyTree) -> list[KeyPath]:
-    """The paths of leaves and nodes that `optax.masked` or `optax.partition` has taken away."""
-    return [name for _, name, x in named_leaves(tree, _is_masked) if _is_masked(x)]
 
 
 def masked_as(tree: PyTree, option: PyTree) -> PyTree:
     """An option of the whole model, without what `optax` has taken away from `tree`."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
-    masked = {path: x for path, x in nodes if _is_masked(x)}
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_masked)
+    masked = {path: x for path, x in nodes if is_masked(x)}
     return jax.tree_util.tree_map_with_path(
         lambda path, x: masked.get(path, x),
         option,
         is_leaf=lambda path, x: path in masked or is_leaf(x),
         is_leaf_takes_path=True,
     )
-
-
-def rule_names(tree: PyTree) -> list[str]:
-    """The path of each leaf as rules are written, which need not name the `value` of a variable."""
-    return [shown(name) for _, name, _ in named_leaves(tree, is_leaf)]
-
-
-def names(tree: PyTree) -> list[str]:
-    """The keys, attributes and indices that lead to each leaf, `layer_3/b`; no two are the same.
-
-    A number is put behind a path that another leaf has already: a key may have a `/`, too. A bare
-    leaf is called `params`. Leaves in boxes of linen are called `value` as in files of 1.0, which
-    states of `watch` hold.
-    """
-    others: dict[str, int] = {}  # how many have taken a name since the first one
-    for path, _ in leaves_with_paths(tree, is_leaf, boxes=False):
-        name = unique = shown(path) or "params"
-        while unique in others:
-            others[name] += 1
-            unique = f"{name}#{others[name]}"
-        others[unique] = 0
-    return list(others)
 
 
 def children(node: PyTree) -> list[tuple[Any, PyTree]] | None:

@@ -14,17 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jgrad._trees.forms import Blocks, Factors
+from jgrad._trees import forms
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
+from jgrad._trees.trees import is_leaf
 
 Names = Sequence[object]
 # Attributes in which nnx variables name the mesh axes of each axis: the first two up to flax 0.11.
 _SHARDINGS = ("sharding", "sharding_names", "out_sharding", "optimizer_sharding")
-
-
-def is_leaf(x: PyTree) -> bool:
-    """What makes `None` and an array in another form leaves, for JAX's tree functions."""
-    return x is None or isinstance(x, (Blocks, Factors))
 
 
 def is_variable(x: object) -> bool:
@@ -80,41 +76,41 @@ def named_leaves(
     return [(path, name if name == path[:-1] else path, x) for (path, x), (name, _) in both]
 
 
-# ---- arrays in 8 bits, or by rows and columns ----------------------------------------------------
+# ---- arrays in another form ----------------------------------------------------------------------
 
 
 def blocks_of_variables(tree: PyTree) -> PyTree:
-    """The tree with `Blocks` of variables for variables of `Blocks`, as users see it.
-
-    And `Factors` likewise.
-    """
+    """The tree with `Blocks` of variables for variables of `Blocks`, as of each other form."""
 
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
-        if isinstance(x, (Blocks, Factors)) and getattr(path[-1], "name", None) == "value":
+        if forms.of(x) is not None and getattr(path[-1], "name", None) == "value":
             break
     else:
         return tree  # in most calls
 
     def holds_blocks(x: PyTree) -> bool:
-        return is_box(x) and isinstance(_value(x), (Blocks, Factors))
+        return is_box(x) and forms.of(_value(x)) is not None
 
     def turned(x: PyTree) -> PyTree:
         if not holds_blocks(x):
             return x
-        blocks = _value(x)
-        if isinstance(blocks, Factors):
-            return Factors(*(_of_part(x, of, blocks.shape) for of in blocks))
-        codes = _with_value(x, blocks.codes)
-        return blocks._replace(codes=codes, scale=_of_part(codes, blocks.scale, blocks.shape))
+        parts = _value(x)
+        form = forms.known(parts)
+        return form.kind(
+            *(
+                _with_value(x, part) if i == form.named_part else _of_part(x, part, parts.shape)
+                for i, part in enumerate(parts)
+            )
+        )
 
     return jax.tree.map(turned, tree, is_leaf=holds_blocks)
 
 
 def variables_of_blocks(tree: PyTree) -> PyTree:
-    """The tree with variables of `Blocks` for `Blocks` of variables; the same if there are none."""
+    """The tree with variables of forms for forms of variables; the same if there are none."""
 
     for x in jax.tree.leaves(tree, is_leaf=is_leaf):
-        if isinstance(x, (Blocks, Factors)) and not isinstance(x[0], jax.Array):
+        if forms.of(x) is not None and not isinstance(x[0], jax.Array):
             break
     else:
         return tree  # in most calls
@@ -122,10 +118,11 @@ def variables_of_blocks(tree: PyTree) -> PyTree:
     def turned(x: PyTree) -> PyTree:
         if not _has_variables(x):
             return x
-        if isinstance(x, Factors):
-            return _with_names(x, Factors(*map(_value, x)), _names_of_both)
-        scale = _value(x.scale) if is_box(x.scale) else x.scale
-        return _with_value(x.codes, x._replace(codes=_value(x.codes), scale=scale))
+        form = forms.known(x)
+        values = form.kind(*(_value(part) if is_box(part) else part for part in x))
+        if form.named_part is None:
+            return _with_names(x, values, _names_of_all)
+        return _with_value(x[form.named_part], values)
 
     return jax.tree.map(turned, tree, is_leaf=_has_variables)
 
@@ -136,7 +133,7 @@ def in_form_of(tree: PyTree, turned: PyTree) -> PyTree:
 
 
 def _has_variables(x: PyTree) -> bool:
-    return isinstance(x, (Blocks, Factors)) and is_box(x[0])
+    return forms.of(x) is not None and is_box(x[0])
 
 
 def _value(box: PyTree) -> Leaf:
@@ -189,6 +186,8 @@ def _names_of_part(names: Names, part: Sequence[int], shape: Sequence[int]) -> N
     return (*kept, *[None] * more)
 
 
-def _names_of_both(rows: Names, columns: Names) -> Names:
-    """Those of the array: rows have no name where means are, but there columns have it."""
-    return tuple(y if x is None else x for x, y in zip(rows, columns, strict=True))
+def _names_of_all(*parts: Names) -> Names:
+    """Those of the array: where a part has means and no name, others have it."""
+    return tuple(
+        next((x for x in axis if x is not None), None) for axis in zip(*parts, strict=True)
+    )

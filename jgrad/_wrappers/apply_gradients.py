@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jgrad._arithmetic import numerics
+from jgrad._forms.places import places_by_option
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
@@ -74,7 +75,7 @@ def apply_gradients(
     read_mesh_axes(_NAME, mesh_axes, names=False)
 
     inputs = Inputs(_NAME, grads, arrays_of(params, grads))
-    places = () if mesh_axes is None else inputs.places(mesh_axes)
+    places = () if mesh_axes is None else places_by_option(inputs, mesh_axes)
     weights = inputs.reference.leaves
 
     def rest(i: int) -> Rest:

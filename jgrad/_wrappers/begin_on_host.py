@@ -8,8 +8,7 @@ import jax
 import numpy as np
 
 from jgrad._arithmetic.slices import Pruned, SlicedResult, Unknown
-from jgrad._quantized import words
-from jgrad._trees import host_memory, shardings
+from jgrad._trees import forms, host_memory, shardings
 from jgrad._trees.host_memory import is_array
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import told
@@ -34,9 +33,9 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
     def f(*arrays: jax.Array) -> list[jax.Array]:
         nonlocal state, form, moves
-        made = words.large_to_words(init(structure.unflatten(_replaced(leaves, arrays))))
+        made = forms.to_words(init(structure.unflatten(_replaced(leaves, arrays))))
         state, form = jax.tree.flatten(made)
-        pairs = zip(state, words.belong_on_host(made), strict=True)
+        pairs = zip(state, forms.belong_on_host(made, host_memory.is_large), strict=True)
         moves = [belongs for x, belongs in pairs if is_array(x)]
         return list(filter(is_array, state))
 
@@ -53,8 +52,8 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
 
 
 def _on_device(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
-    state = words.large_to_words(init(host_memory.to_device(params)))
-    return host_memory.to_host(state, words.belong_on_host(state))
+    state = forms.to_words(init(host_memory.to_device(params)))
+    return host_memory.to_host(state, forms.belong_on_host(state, host_memory.is_large))
 
 
 def _forgets_shards(closed: Any, arrays: Sequence[Any]) -> bool:

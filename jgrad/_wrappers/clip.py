@@ -14,8 +14,8 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit, made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers import array_spec, norms
-from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, read_mesh_axes
+from jgrad._layers import norms
+from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_mesh_axes
 from jgrad._trees import checks, shares, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
@@ -224,7 +224,7 @@ def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> lis
     sharded = inputs.option("mesh_axes", read_mesh_axes(function, mesh_axes))
     stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
     leaves = ArgLeaves.from_tree(function, arg.name, inputs.shapes).with_arrays()
-    layers = array_spec.layer_axes_per_array(inputs.specs, sharded, stacked, leaves)
+    layers = of_arrays(inputs.specs, sharded, stacked, leaves)
     whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
     beside, structure = trees.flatten(params)
     fits = structure == trees.flatten(inputs.tree)[1]

@@ -42,7 +42,7 @@ class WrapperInputs(Inputs):
         self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
     ) -> None:
         around = told()
-        own = around._replace(notes=None, undecayed=frozenset())  # which are for what is inside
+        own = around._replace(notes=None, undecayed=None)  # which are for what is inside
         super().__init__(function, updates, params, own)
         self.outer: Commit | None = around.commit
         self.extra_args, self._updates, self._around = extra_args, updates, around

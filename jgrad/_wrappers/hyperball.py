@@ -24,16 +24,16 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from jgrad._arithmetic import leafwise, numerics
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
-from jgrad._inputs import numbers, options
+from jgrad._inputs import layer_options, numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
-from jgrad._trees import checks, path_rules, trees, variables
+from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -322,7 +322,7 @@ class HyperballState(NamedTuple, Generic[Inner]):
     def describe(self) -> str:
         """A line for each leaf that keeps its norm: its path, its matrices, and their norms."""
         radii = variables.leaves_with_paths(self.radius)
-        return path_rules.table([_row(path_rules.shown(path), np.asarray(r)) for path, r in radii])
+        return leaf_names.table([_row(leaf_names.shown(path), np.asarray(r)) for path, r in radii])
 
 
 def _row(name: str, radius: np.ndarray) -> tuple[str, ...]:
@@ -414,7 +414,7 @@ def hyperball(
         raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
     options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
     options.check_masks(_NAME, leaves=leaves)
-    options.check_axes(_NAME, mesh_axes, layer_axes)
+    layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
         options.check(_NAME, functools.partial(numbers.scalars, positive=True), radius=radius)
 
@@ -424,7 +424,7 @@ def hyperball(
         chosen = _keeping(inputs, leaves)
         # Outside of `shard_map`, leaves are whole.
         is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
-        axes = options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
+        axes = layer_options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
             radii = _measured(inputs, axes, chosen)
         else:
@@ -443,9 +443,9 @@ def hyperball(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
         chosen = _keeping(inputs, leaves)
-        axes = options.layers(inputs, mesh_axes, layer_axes)
+        axes = layer_options.layers(inputs, mesh_axes, layer_axes)
         radii = _of_state(inputs, axes, chosen, state.radius)
-        undecayed = told().undecayed | set(itertools.compress(trees.names(inputs.shapes), chosen))
+        undecayed = _Undecayed(inputs, chosen, told().undecayed)
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, undecayed=undecayed)
         done = jnp.asarray(state.done)
         option = "learning_rate", learning_rate
@@ -460,6 +460,27 @@ def hyperball(
         return inputs.directions(new), HyperballState(done, state.radius, inner)
 
     return pair(init, update, _NAME, HyperballState)
+
+
+class _Undecayed:
+    """The leaves whose norm is kept, where weight decay makes no sense."""
+
+    def __init__(self, inputs: Inputs, chosen: Sequence[bool], outer: _Undecayed | None) -> None:
+        """Those that are chosen, and those of a wrapper around."""
+        names = itertools.compress(leaf_names.names(inputs.shapes), chosen)
+        self._names: set[str] = {*names, *(outer._names if outer is not None else ())}
+
+    def check(self, inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
+        """An error for a decay of one of them."""
+        for path, x in zip(leaf_names.names(inputs.shapes), decays, strict=True):
+            number = numbers.as_python_number(x)
+            if path in self._names and not rules.is_zero(number):
+                expected = "0 for a leaf whose norm `hyperball` keeps, as by `weight_decay_mask`"
+                came = f"{number:g}" if checks.is_number(number) else checks.describe(x)
+                if isinstance(x, jax.Array):
+                    expected += f"; {checks.INJECTED}"
+                came = f"{came} at {path!r}"
+                raise ValueError(f"{inputs.function}: `{name}`: {came}, expected {expected}.")
 
 
 def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:

@@ -10,12 +10,11 @@ import jax
 
 from jgrad._arithmetic.elementwise import programs
 from jgrad._kernels import leaf_step
-from jgrad._quantized import words
+from jgrad._quantized.blocks import SIZE, Blocks
 from jgrad._quantized.geometry import in_rows
-from jgrad._trees import variables
+from jgrad._trees import forms, variables
 from jgrad._trees.annotations import Shardings
 from jgrad._trees.explained import AnyTransformation
-from jgrad._trees.forms import SIZE, Blocks
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers import inside
@@ -63,7 +62,7 @@ def leaf_programs(
       .vw['w'] one kernel
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
-    state = words.to_codes(variables.variables_of_blocks(jax.eval_shape(tx.init, params)))
+    state = forms.to_codes(variables.variables_of_blocks(jax.eval_shape(tx.init, params)))
     step = functools.partial(apply_gradients, tx, mesh_axes=mesh_axes, **extra_args)
     traced = jax.make_jaxpr(step)(params, state, params)
     is_local = not any(map(_is_sharded, jax.tree.leaves(params)))

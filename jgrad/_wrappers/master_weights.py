@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.leaf_moment import kept
+from jgrad._forms.places import places_of
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
-from jgrad._kernels.moment import kept
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
@@ -114,7 +115,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
             return own.followed_by(inputs.finishing(i), after)
 
         weights = trees.flatten(master)[0]
-        then = Then(weights, rest, inputs.places_of(None), inputs.then)
+        then = Then(weights, rest, places_of(inputs, None), inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True, then=then)
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]

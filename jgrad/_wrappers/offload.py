@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jgrad._inputs.transformation import pair
-from jgrad._quantized import words
-from jgrad._trees import host_memory
+from jgrad._trees import forms, host_memory
 from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
@@ -104,8 +103,8 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        on_device = words.to_codes(host_memory.to_device(state))
+        on_device = forms.to_codes(host_memory.to_device(state))
         steps, new = tx.update(updates, on_device, params, **extra_args)
-        return steps, host_memory.where_they_lay(words.as_stored(new, state), state)
+        return steps, host_memory.where_they_lay(forms.as_stored(new, state), state)
 
     return inside.marked_as_offload(pair(init, update, _NAME, offloads=True))

@@ -12,6 +12,8 @@ import optax
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call
+from jgrad._forms.places import places_of
+from jgrad._forms.random_keys import element_keys
 from jgrad._inputs.around import Rest, Then, in_float32, made_of
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.transformation import counter, pair
@@ -138,11 +140,11 @@ def stochastic_rounding(
         step = optax.safe_increment(jnp.asarray(state.done))
         wide = parameters.wide_gradients(updates, params, _is_rounded)
         wide_params, of_step = _wide(params), step_keys(step)
-        places = inputs.places_of(mesh_axes)
+        places = places_of(inputs, mesh_axes)
 
         def arrays(i: int) -> tuple[Any, Rounding]:
             p, place = inputs.reference.leaves[i], places[i] if places else None
-            return p, Rounding(of_step, inputs.specs[i].element_keys(seed, _PURPOSE, p, place))
+            return p, Rounding(of_step, element_keys(inputs.specs[i], seed, _PURPOSE, p, place))
 
         def rest(i: int) -> Rest | None:
             after = inputs.rest(i)

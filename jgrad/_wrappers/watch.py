@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._inputs import options
+from jgrad._inputs import layer_options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
-from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees import checks, leaf_names, shardings, shares, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
@@ -74,7 +74,7 @@ def _norms_of(
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
         numbers[_NONFINITE] = shares.of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
-    names = trees.names(inputs.shapes)
+    names = leaf_names.names(inputs.shapes)
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:
             of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
@@ -209,7 +209,7 @@ def watch(
     """
     tx = inside.transformation(_NAME, tx)
     checks.count(_NAME, "every", every)
-    options.check_axes(_NAME, mesh_axes, layer_axes)
+    layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     warn = functools.cache(_LOG.warning)  # once for this transformation
 
     def init(params: PyTree) -> WatchState:
@@ -223,7 +223,7 @@ def watch(
 
         def without_notes(params: PyTree, inner: PyTree) -> Measured:
             inputs = WrapperInputs(_NAME, params, params, {})
-            layers = options.layers(inputs, mesh_axes, layer_axes)
+            layers = layer_options.layers(inputs, mesh_axes, layer_axes)
             return norms_of_update(inputs, layers, inputs.g, inputs.g)
 
         form = decisions.tried(_NAME, functools.partial(_form, dry, mesh_axes, params, inner), warn)
@@ -237,7 +237,7 @@ def watch(
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
-        layers = options.layers(inputs, mesh_axes, layer_axes)
+        layers = layer_options.layers(inputs, mesh_axes, layer_axes)
         steps, inner = inputs.hand_over(tx, updates, state, params, **said)
         numbers = norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
         return (inputs, steps, inner), numbers | said["notes"]
@@ -330,7 +330,7 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
     with_value = {key: match for key in report if (match := _VALUE.fullmatch(key))}
     if not with_value:
         return {key: key for key in report}
-    names = set(trees.names(trees.shapes(params)))
+    names = set(leaf_names.names(trees.shapes(params)))
     now = {
         key: f"{match['kind']}/{match['leaf']}{match['count']}"
         for key, match in with_value.items()

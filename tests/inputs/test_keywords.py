@@ -10,7 +10,7 @@ import pytest
 
 import jgrad
 from jgrad._inputs.numbers import OfCall
-from jgrad._trees.explained import KEYWORDS
+from jgrad._trees.known_names import KEYWORDS
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 

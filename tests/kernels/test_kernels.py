@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 import jgrad
 from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._kernels import platforms, tpu
-from jgrad._kernels.leaf_step import Place
+from jgrad._trees.places import Place
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jgrad
+from jgrad._forms.random_keys import element_keys
 from jgrad._layers import array_spec
 from jgrad._quantized.random_bits import (
     ElementKeys,
@@ -129,7 +130,7 @@ def test_the_same_element_packed_or_not(axis):
     tree = {"a": jnp.zeros((3, 1000)), "b": jnp.zeros(4097), "c": jnp.zeros((2, 5))}
     packed = jgrad.pack(tree, layer_axes={"a": axis, "b": None, "c": None})
     (spec,) = array_spec.specs(packed)
-    keys = spec.element_keys(0, 1, *jax.tree.leaves(packed))
+    keys = element_keys(spec, 0, 1, *jax.tree.leaves(packed))
     rows = random_bits(step_keys(jnp.int32(3)), keys, keys.element_numbers(spec.shape))
     unpacked = jgrad.unpack(
         jax.tree.map(lambda _: jax.lax.bitcast_convert_type(rows, jnp.float32), packed)

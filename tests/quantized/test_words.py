@@ -41,7 +41,7 @@ def test_words_and_back(shape, place, jit):
     """The first of four rows has the lowest byte of a word; all stay where they lie."""
     for dtype in (jnp.int8, jnp.uint8):
         given = PLACES[place](blocks(shape, dtype))
-        found = jit(words.large_to_words)(given)
+        found = jit(words.to_words)(given)
         assert found.codes.dtype == (jnp.int32 if dtype == jnp.int8 else jnp.uint32)
         assert (found.shape, found.dtype) == (shape, dtype)
         rows = np.moveaxis(np.asarray(given.codes).view(np.uint8), SHAPES[shape], 0)

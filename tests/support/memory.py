@@ -3,8 +3,7 @@
 import jax
 
 from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._quantized import words
-from jgrad._trees import host_memory
+from jgrad._trees import forms, host_memory
 
 
 def kinds(tree):
@@ -26,8 +25,8 @@ def on_device(tree):
 
 def offloaded(state):
     """The state as `offload` begins it: what is large in host memory, codes in words."""
-    state = words.large_to_words(state)
-    return host_memory.to_host(state, words.belong_on_host(state))
+    state = forms.to_words(state)
+    return host_memory.to_host(state, forms.belong_on_host(state, host_memory.is_large))
 
 
 def largest_on_device(program):

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._trees.explained import NEEDS
 from jgrad._trees.forms import SMALLEST
+from jgrad._trees.known_names import NEEDS
 from tests.support.errors import assert_error
 
 W = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}

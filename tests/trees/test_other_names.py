@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._trees.explained import LACKING, OPTIONS
+from jgrad._trees.known_names import LACKING, OPTIONS
 from tests.support.errors import assert_error
 
 FUNCTIONS = {name: x for name, x in vars(jgrad).items() if inspect.isfunction(x)}

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._trees import trees, variables
+from jgrad._trees import leaf_names, trees, variables
 from tests.multi_device.meshes import mesh_of
 from tests.support.memory import on_device
 
@@ -45,7 +45,7 @@ def test_paths(name):
     found = variables.leaves_with_paths(tree)
     assert [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in found] == paths
     assert all(x is y for (_, x), y in zip(found, jax.tree.leaves(tree), strict=True))
-    assert trees.names(tree) == names
+    assert leaf_names.names(tree) == names
 
 
 def box_of(kind, x, names):
