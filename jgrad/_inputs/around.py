@@ -26,9 +26,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._inputs.inputs import Inputs, keeping_update
 from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import trace_state
@@ -41,33 +43,72 @@ class Commit:
     another library that makes other arrays, or another trace, only costs time.
 
     Attributes:
-      flag: whether the update is committed, a bool scalar; by all wrappers around.
+      own: whether the wrapper itself commits the update.
       clips: whether what overflows in a committed update is to become the largest number.
     """
 
-    def __init__(self, flag: jax.Array, outer: "Commit | None" = None, *, clips: bool) -> None:
-        """`outer` is the decision of a wrapper around; the update is committed if both say so."""
-        self.flag: jax.Array = flag if outer is None else flag & outer.flag
+    def __init__(
+        self,
+        flag: jax.Array,
+        outer: "Commit | None" = None,
+        *,
+        clips: bool,
+        judged: Sequence[Any] | None = None,
+        agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
+    ) -> None:
+        """Of one update.
+
+        Args:
+          flag: whether the wrapper commits it.
+          outer: the decision of a wrapper around; the update is committed if both say so.
+          clips: see above.
+          judged: gradients, if the flag is whether they are finite, which others may know, too.
+          agreed: makes all devices decide alike.
+        """
+        self.own, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
         self.clips: bool = clips or (outer is not None and outer.clips)
-        self._outer = outer
+        self._joined: jax.Array | None = None
+        self._judged = None if judged is None else {id(g): g for g in judged}
         # With the arrays, so that no others get their identities.
         self._settled: dict[int, tuple[Any, Any]] = {}
         self._heard: dict[int, Any] | None = None
 
+    @property
+    def flag(self) -> jax.Array:
+        """Whether the update is committed, a bool scalar; by all wrappers around."""
+        self._judged = None  # what is read stays
+        if self._joined is not None or self._outer is None:
+            return self.own if self._joined is None else self._joined
+        flag = self.own & self._outer.flag
+        if trace_state() == self._trace:  # otherwise it is a tracer of a branch
+            self._joined = flag
+        return flag
+
+    def take_finite(self, finite: jax.Array, gradients: Sequence[Any]) -> None:
+        """Says whether gradients are finite, for a transformation that has their norm anyway.
+
+        Taken if nothing has read the flag, and all gradients are among these; what computed it
+        before is then not in the program. XLA would not always join the two passes.
+        """
+        if self._outer is not None:
+            self._outer.take_finite(finite, gradients)
+        if self._judged is not None and self._judged.keys() <= set(map(id, gradients)):
+            self.own = self._agreed(finite)
+
     def settle(self, updates: PyTree) -> None:
         """Says that updates are right whatever the decision is."""
-        self._add([(u, None) for u in jax.tree.leaves(updates)])
+        self._settled |= {id(u): (u, None) for u in jax.tree.leaves(updates)}
+        if self._outer is not None:
+            self._outer.settle(updates)
 
     def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
         """Says so of leaves of a state, each in the place of its old one alone."""
-        pairs = [x for x in zip(new, old, strict=True) if x[0] is not None]
-        arrays = (jax.tree.leaves(list(x)) for x in zip(*pairs, strict=True))
-        self._add(list(zip(*arrays, strict=True)))
-
-    def _add(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._settled |= {id(n): (n, o) for n, o in pairs}
+        for n, o in zip(new, old, strict=True):
+            if n is not None:
+                pairs = zip(jax.tree.leaves(n), jax.tree.leaves(o), strict=True)
+                self._settled |= {id(x): (x, before) for x, before in pairs}
         if self._outer is not None:
-            self._outer._add(pairs)
+            self._outer.keep(new, old)
 
     def has_settled(self, new: Any, old: Any = None) -> bool:
         """Whether an array is right whatever the decision is, in the place of an old one."""
@@ -218,7 +259,7 @@ class Rest(NamedTuple):
     ) -> "Rest":
         """This, whose last array is an update, and then what is done with that, if something is.
 
-        `finishing` is that of this update, see `Inputs.finishing`.
+        `finishing` is that of this update, see below.
         """
         (finish, flag), later = finishing, after or Rest(_nothing, (), ())
         both = _both(self.function, finish, later.function)
@@ -298,3 +339,31 @@ class Then:
         if self._outer is not None:
             self._outer.note(results[count - 1] if count else update, results[count:])
         return results[:count]
+
+
+def rest(inputs: Inputs, i: int) -> Rest | None:
+    """What a wrapper does next with the update of an array."""
+    found: Rest | None = None
+    if inputs.then is not None and inputs.w is not None:
+        found = inputs.then.of(inputs.w[i])
+    return found
+
+
+def finishing(inputs: Inputs, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
+    """What makes of an update of an array what `directions` would: (update, *arrays) -> update.
+
+    And these arrays: the flag of the commit.
+    """
+    dtype = inputs.reference.leaves[i].dtype
+    if inputs.commit is None:
+        return _finished(dtype, None), ()
+    return _finished(dtype, inputs.commit.clips), (inputs.commit.flag,)
+
+
+@functools.cache
+def _finished(dtype: np.dtype, clips: bool | None) -> Function:
+    def finished(update: jax.Array, *flag: jax.Array) -> jax.Array:
+        kept = update if clips is None else keeping_update(dtype, clips)(update, *flag)
+        return kept if kept.dtype == dtype else kept.astype(dtype)
+
+    return finished

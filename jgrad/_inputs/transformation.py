@@ -121,14 +121,9 @@ class MomentOptions(NamedTuple):
     mesh_axes: PyTree = None
     of_first: bool = False
 
-    @property
-    def form(self) -> forms.Form | None:
-        """That of `dtype`; None for a dtype."""
-        return forms.named(self.dtype)
-
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
-        if self.dtype is not None and self.form is None:
+        if self.dtype is not None and forms.named(self.dtype) is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"
             checks.floating_dtype(
@@ -147,7 +142,7 @@ class MomentOptions(NamedTuple):
         for i, (options, tree) in enumerate(columns):
             if tree is None:
                 continue
-            form = options.form
+            form = forms.named(options.dtype)
             layouts = form.layouts(params, tree, options) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
             moments[i] = zeros(
@@ -160,8 +155,8 @@ class MomentOptions(NamedTuple):
                 layouts=layouts,
                 real=i == 1,
             )
-        if self.form is not None and not is_used:
-            self.form.say_if_unused(params, self)
+        if (form := forms.named(self.dtype)) is not None and not is_used:
+            form.say_if_unused(params, self)
         return OptState(counter(params.tree), *moments)
 
     def read(
@@ -210,7 +205,7 @@ class MomentOptions(NamedTuple):
             return Moment([None] * len(inputs.specs))
         is_whole = shapes is inputs.tree
         old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
-        if self.form is not None or forms.some(old):
+        if forms.named(self.dtype) is not None or forms.some(old):
             self._check_forms(inputs, name, old, shapes)
         moment = Moment(old, None, inputs.commit, has_form=True)
         if not any(map(is_rounded, old)):
@@ -220,7 +215,7 @@ class MomentOptions(NamedTuple):
 
     def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
         """Each leaf has the form that the user chose for it."""
-        arg, form = inputs.reference._replace(name=name, leaves=old), self.form
+        arg, form = inputs.reference._replace(name=name, leaves=old), forms.named(self.dtype)
         layouts = [None] * len(old) if form is None else form.layouts(inputs, shapes, self)
         for i, (x, layout) in enumerate(zip(old, layouts, strict=True)):
             came = None if forms.of_method(x) else forms.of(x)

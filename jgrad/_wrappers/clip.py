@@ -16,12 +16,12 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_mesh_axes
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._trees.told import note, told
+from jgrad._trees.told import note, of_all, told
 from jgrad._wrappers import decisions
 
 
@@ -131,7 +131,7 @@ def clip_by_global_norm(
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
-        norm = shares.of_all(name, norms.OF_SHARES, norm)
+        norm = of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
@@ -141,7 +141,11 @@ def clip_by_global_norm(
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
                 made_of(new, clipped, x, *factors)
-        note(told().notes, "clip_factor", factors[0] * factors[1])
+        around = told()
+        note(around.notes, "clip_factor", factors[0] * factors[1])
+        if around.commit is not None:
+            # A norm is finite if all elements are: its mantissa does not overflow.
+            around.commit.take_finite(jnp.isfinite(norm.mantissa), trees.flatten(updates)[0])
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return pair(init, update, name, ClipState if of == "previous" else None)

@@ -4,6 +4,7 @@
 for those that reject updates: they choose between new and old arrays after the update.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling, told
-from jgrad._wrappers import inside
+from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 
 Arrays = tuple[jax.Array, ...]
@@ -117,7 +118,7 @@ class RejectingInputs(WrapperInputs):
         flag: jax.Array,
         *,
         clips: bool,
-        finite: Flag | None = None,
+        judged_on: tuple[str, ...] | None = None,
     ) -> Tried:
         """The update of what is inside, which is told the decision.
 
@@ -126,9 +127,15 @@ class RejectingInputs(WrapperInputs):
           gradients: what it is to see.
           flag: whether the update is committed, as far as this wrapper decides it.
           clips: whether what overflows then becomes the largest number.
-          finite: whether gradients are finite, for what leaves them out, as far as it is known.
+          judged_on: if the flag says whether the gradients are finite, the mesh axes along which
+            devices agree about it.
         """
-        commit = Commit(flag, self.outer, clips=clips)
+        judged = None
+        if judged_on is not None:
+            judged = [g for g in trees.flatten(gradients)[0] if checks.is_inexact(g)]
+        agreed = functools.partial(decisions.agreed, mesh_axes=judged_on or ())
+        commit = Commit(flag, self.outer, clips=clips, judged=judged, agreed=agreed)
+        finite = self.finite if judged_on is None else flag
         said = {"windows": commit, "finite": finite} if self.leaves_out else {"commit": commit}
         steps, new = self.hand_over(tx, gradients, self.state, self.params, **said)
         if self.leaves_out:

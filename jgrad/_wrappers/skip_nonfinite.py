@@ -223,7 +223,7 @@ def _committed(
     taken, too, as long as nothing beside it saw them.
     """
     clips = check_results is not True
-    new = inputs.tried(tx, gradients, finite, clips=clips, finite=finite)
+    new = inputs.tried(tx, gradients, finite, clips=clips, judged_on=mesh_axes)
     works = _works(inputs, new, check_results, mesh_axes)
     use: Flag = new.commit.flag & works
     old = inputs.state
@@ -233,7 +233,7 @@ def _committed(
     # What was told inwards is this decision, unless something was found since.
     commit = new.commit if works is True else None
     results = decisions.decided(use, new.results, (inputs.zeros(), old), commit, clips=clips)
-    return finite & works, *results
+    return new.commit.own & works, *results
 
 
 def _works(

@@ -36,7 +36,7 @@ LIMITS = {
     "AdamW": ((40, 0), (40, 0)),
     "clip + AdamW": ((48, 0), (48, 0.1)),
     "skip(AdamW)": ((44, 0), (44, 0)),
-    "skip(clip + AdamW)": ((52, 0), (52, 0.1)),
+    "skip(clip + AdamW)": ((48, 0), (48, 0.1)),
     "skip(optax's AdamW)": ((64, 7), (64, 7)),
     "skip(optax's AdamW, branch=True)": ((58, 4), (58, 4)),
     "accumulate(clip + AdamW)": ((96, 4), (96, 4)),
