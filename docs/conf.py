@@ -40,6 +40,7 @@ extensions = [
     "gallery",
     "guides",
     "home",
+    "inline_equations",
     "public_names",
     "reference",
     "release",

@@ -406,6 +406,9 @@ MUTATIONS = [
     Mutation("leaf_moment.written", "a moment that no function wrote", "_ is None", "False", "tests/inputs/test_moments.py"),
     Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states
+    Mutation("forms.named", "no form has a name", "isinstance(_, str)", "False", "tests/states/test_new_form.py"),
+    Mutation("leafwise._array", "codes of another form are read as numbers", "form.array(x)", "x.values", "tests/states/test_new_form.py"),
+    Mutation("Form.shardings", "parts of a form follow no parameter", "map(of_part, x)", "(of_part(x.scale) for _ in x)", "tests/states/test_new_form.py"),
     Mutation("EightBits.made_of", "codes of another dtype are accepted", "codec_of(x) == wanted", "True", "tests/states/test_forms.py"),
     Mutation("Matcher._source", "leaves of other shapes are carried over", "old.array.shape != leaf.array.shape", "False", "tests/states/test_carry_over.py -k message"),
     Mutation("Matcher._check_moments", "momentum crosses without a word", "crossing and _", "False", MOMENTUM),

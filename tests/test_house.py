@@ -164,7 +164,7 @@ CLOSURES = {
     "_optimizers/lamb.py": (31, 3_910),
     "_wrappers/clip.py": (25, 3_170),
     "_wrappers/skip_nonfinite.py": (29, 3_670),
-    "_backward/step_in_backward.py": (39, 5_240),
+    "_backward/step_in_backward.py": (35, 4_740),
 }
 
 

@@ -194,8 +194,38 @@ def test_what_is_no_equation_stays_as_it_is(written, monkeypatch):
 def test_equations_of_the_site_are_set(site):
     """Each card of methods, and each optimizer of the reference but one that has no equation."""
     cards = re.findall(r"`\w+' = ", page("docs/methods.md"))
-    assert (site / "methods.html").read_text().count("<math ") == len(cards) > 5
-    assert (site / "reference/optimizers.html").read_text().count("<math ") == 9
+    text = (site / "methods.html").read_text()
+    assert text.count('<math display="block"') == len(cards) > 5
+    assert (site / "reference/optimizers.html").read_text().count('<math display="block"') == 9
+    assert not re.search(
+        r"sqrt\(|\^T|g²", re.sub(r"<math .*?>|<pre>.*?</pre>", "", text, flags=re.S)
+    )
+
+
+# Prose, with what is set in brackets.
+PROSE = {
+    "where |.| is the 2-norm, and X = 0 where d =\n0, without": "where [|.|] is the 2-norm, and [X = 0] where [d =\n0], without",
+    "(w is a weight of Adam's, m' / sqrt(v') a step)": "([w] is a weight of Adam's, [m' / sqrt(v')] a step)",
+    "averages of g g^T, 10^4 times": "averages of [g g^T], [10^4] times",
+    "w' = w - learning_rate direction - weight_decay w, with": "[w' = w - learning_rate direction - weight_decay w], with",
+    "A list of 3 (E18, T5), the n-th in [0, 1) is f(x) by weight_decay": "A list of 3 (E18, T5), the n-th in [0, 1) is f(x) by weight_decay",
+}
+
+
+@pytest.mark.parametrize("prose", PROSE)
+def test_terms_in_prose_are_set(prose, monkeypatch):
+    parts = extension("inline_equations", monkeypatch)["marked"](prose)
+    assert "".join(f"[{x}]" if shown else x for x, shown in parts) == PROSE[prose]
+
+
+def test_the_reference_has_a_line_for_each_name(site):
+    """In a table of its group, with the first line of its docstring."""
+    text = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference.html").read_text()))
+    for name in jgrad.__all__:
+        first = re.sub("`", "", (getattr(jgrad, name).__doc__ or "").strip().partition("\n")[0])
+        words = first.removesuffix(" Field names are part of the checkpoint format.")
+        plain = lambda x: re.sub(r"\W+", " ", x)
+        assert plain(f"\n{name}\n\n{words}") in plain(text), name
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

@@ -8,10 +8,13 @@ import re
 from typing import Any
 
 import equations
+import inline_equations
 from public_names import public_name
 from sphinx.application import Sphinx
 
 SECTIONS = re.compile(r"^(?=(?:Args|Attributes|Returns|Raises|Examples?|Source):)", re.MULTILINE)
+# Spans of code with an ending of a plural, and names of arguments that are described.
+CODE = re.compile(r"(`[^`]+`s?|^  [\w*]+(?:, [\w*]+)*: )", re.MULTILINE)
 EQUATION = re.compile(r"((?:^    .*\n(?:\n(?=    ))?)+)", re.MULTILINE)
 
 
@@ -20,11 +23,13 @@ def restructure(
 ) -> None:
     """Changes the lines of a docstring."""
     head, *sections = SECTIONS.split("\n".join(lines) + "\n")
+    parts = EQUATION.split(head)
+    prose = with_terms if len(parts) > 1 else marked
     parts = [
         equations.of_docstring(part, obj) or f".. code-block:: text\n\n{part}"
         if part.startswith("    ")
-        else marked(part, name)
-        for part in EQUATION.split(head)
+        else prose(part, name)
+        for part in parts
     ]
     for section in sections:
         if section.startswith("Example"):
@@ -32,8 +37,24 @@ def restructure(
             continue
         section = re.sub(r"^Source: ", "Source:\n  ", section)
         section = re.sub(r"^Raises:\n  (?=As )", ":raises: ", section)  # no type: one sentence
-        parts.append(marked(section, name))
+        parts.append(prose(section, name))
     lines[:] = "\n".join(parts).splitlines()
+
+
+def with_terms(text: str, name: str) -> str:
+    """Prose beside an equation, in which its quantities are set like there."""
+    found = prose = ""
+    for part in CODE.split(text):
+        pieces = inline_equations.marked(part)
+        if CODE.fullmatch(part):
+            shown = inline_equations.of_code(part.strip("`"))
+            pieces = [(part.strip("`") if shown else part, shown)]
+        for written, shown in pieces:
+            prose += "" if shown else written
+            if shown:
+                found += f"{marked(prose, name)}:term-of-equation:`{written}`"
+                prose = ""
+    return found + marked(prose, name)
 
 
 def marked(text: str, name: str) -> str:

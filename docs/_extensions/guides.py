@@ -4,6 +4,7 @@ Those are the pages that have the name most often, as a span of code or in an ex
 """
 
 import collections
+import functools
 import pathlib
 import re
 from typing import Any
@@ -20,6 +21,7 @@ HEADING = re.compile(r"^#+ `?(\w+)`?$", re.MULTILINE)
 MOST = 3
 
 
+@functools.cache
 def taught(page: str) -> dict[str, int]:
     """How often a page has each name; a section of its own counts like ten."""
     text = (DOCS / f"{page}.md").read_text()
@@ -29,15 +31,32 @@ def taught(page: str) -> dict[str, int]:
     return counts
 
 
+def foremost(name: str, pages: list[str]) -> list[str]:
+    """Those of some pages that have a name, by how often."""
+    counts = {x: taught(x)[name] for x in pages}
+    return sorted((x for x in pages if counts[x]), key=lambda x: -counts[x])
+
+
+def title(page: str) -> str:
+    """Of a page, in short."""
+    return (DOCS / f"{page}.md").read_text().partition("\n")[0].removeprefix("# ").partition(":")[0]
+
+
+def anchor(page: str, name: str) -> str:
+    """Of the section whose title is the name, if a page has one."""
+    is_title = name in HEADING.findall((DOCS / f"{page}.md").read_text())
+    return f"#{name.lower()}" if is_title else ""
+
+
 def lead_back(app: Sphinx, doctree: nodes.document, page: str) -> None:
     """Adds a line to each entry of a page of the reference."""
     if not page.startswith("reference/"):
         return
     contents = dict.fromkeys(app.env.toctree_includes.get("index", ()))
-    guides = {x: taught(x) for x in contents if "/" not in x and x != "reference"}
+    guides = [x for x in contents if "/" not in x and x != "reference"]
     for entry in doctree.findall(addnodes.desc):
         name = entry[0]["ids"][0].removeprefix("jgrad.") if entry[0]["ids"] else ""
-        most = sorted((x for x in guides if guides[x][name]), key=lambda x: -guides[x][name])[:MOST]
+        most = foremost(name, guides)[:MOST]
         if most:
             line = nodes.paragraph("", "Guides: ", classes=["guides"])
             for i, guide in enumerate(x for x in guides if x in most):

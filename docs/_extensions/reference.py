@@ -1,9 +1,16 @@
-"""The reference: a page for each group of docs/reference.md, with entries for its names."""
+"""The reference: a page for each group of docs/reference.md, with entries for its names.
 
+docs/reference.md itself has a table for each group instead of names: what each is, by the first
+line of its docstring, and the guides that teach it.
+"""
+
+import inspect
 import pathlib
 import re
 import shutil
 
+import guides
+from contents import CONTENTS
 from public_names import MODULES
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
@@ -44,11 +51,34 @@ def write(app: Sphinx) -> None:
         )
 
 
+def table(names: list[str]) -> str:
+    """A row for each name, in Markdown."""
+    rows = ["| name | what it is | in the guides |", "| --- | --- | --- |"]
+    for name in names:
+        what = (inspect.getdoc(getattr(jgrad, name)) or "").partition("\n")[0]
+        what = what.removesuffix(" Field names are part of the checkpoint format.").replace(
+            "|", "\\|"
+        )
+        links = [f"[{guides.title(x)}](/{x}.md{guides.anchor(x, name)})" for x in taught(name)]
+        rows.append(f"| `{name}` | {what} | {', '.join(links)} |")
+    return "\n".join(rows)
+
+
+def taught(name: str) -> list[str]:
+    """The pages of the sidebar that teach a name, the foremost first."""
+    pages = [x for part in CONTENTS.values() for x in part if "/" not in x and x != "reference"]
+    return guides.foremost(name, pages)[:2]
+
+
 def read(app: Sphinx, page: str, text: list[str]) -> None:
-    """The pages stand under that of the reference in the table of contents."""
+    """Tables instead of names; and the pages stand under this one in the table of contents."""
     if page == "reference":
-        pages = "\n".join(f"reference/{page}" for page in groups())
-        text[0] += f"\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
+        first, second, *sections = text[0].split("\n## ")
+        found = groups()
+        for (group, (title, sentence, names)), _ in zip(found.items(), sections, strict=True):
+            second += f"\n## [{title}](/reference/{group}.md)\n\n{sentence}\n\n{table(names)}\n"
+        pages = "\n".join(f"reference/{page}" for page in found)
+        text[0] = f"{first}\n## {second}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n"
 
 
 def source(app: Sphinx, module: str, name: str) -> str | None:

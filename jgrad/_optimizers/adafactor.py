@@ -428,12 +428,12 @@ def adafactor(
         w'    = w - m' - learning_rate weight_decay w
 
     where r has one value per output of a matrix, and c one per input. A leaf that is not a matrix,
-    or has a side shorter than `min_side`, keeps all of v instead: v' = beta2 v + (1 - beta2) (|g|^2
-    + epsilon[0]). RMS is the root mean square over a layer, which is one leaf unless `layer_axes`
-    says otherwise. The averages are in float32 even for half-precision weights, and in float64 for
-    float64.
+    or has a side shorter than `min_side`, keeps all of v instead:
+    `v' = beta2 v + (1 - beta2) (|g|^2 + epsilon[0])`. RMS is the root mean square over a layer,
+    which is one leaf unless `layer_axes` says otherwise. The averages are in float32 even for
+    half-precision weights, and in float64 for float64.
 
-    The paper uses the learning rate min(0.01, 1 / sqrt(t)), which is `lambda done:
+    The paper uses the learning rate `min(0.01, 1 / sqrt(t))`, which is `lambda done:
     jnp.minimum(0.01, (1 + done) ** -.5)`.
 
     Args:

@@ -186,9 +186,9 @@ def lars_update(
 
     where |.| is the 2-norm of a layer, computed without overflow or underflow. Each leaf is one
     layer unless `layer_axes` or `mesh_axes` says otherwise. `rule="decayed_gradient"` divides by
-    |dcdw + decay_lambda w| + epsilon, as optax does. `rule="ivy"` reproduces Ivy: ratio =
-    trust_coefficient |w| / |dcdw|, divided by decay_lambda |w| where that is positive, and w' = w -
-    lr ratio dcdw.
+    `|dcdw + decay_lambda w| + epsilon`, as optax does. `rule="ivy"` reproduces Ivy:
+    `ratio = trust_coefficient |w| / |dcdw|`, divided by `decay_lambda |w|` where that is positive,
+    and `w' = w - lr ratio dcdw`.
 
     Args:
       w: weights, floating or complex.

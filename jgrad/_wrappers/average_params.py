@@ -59,7 +59,7 @@ def average_params(
 
     The average starts from the initial parameters, or from those after `start` updates; until then,
     it is a copy of the current ones. With `debias`, these starting parameters get no weight: after
-    n updates, the n parameters since then have the weights (1 - decay) decay^i / (1 - decay^n),
+    n updates, the n parameters since then have the weights `(1 - decay) decay^i / (1 - decay^n)`,
     where i = 0 is the newest. The average in the state is already debiased. Neither option changes
     the structure of the state, so you can change both in the middle of a run.
 
