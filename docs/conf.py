@@ -41,6 +41,7 @@ extensions = [
     "guides",
     "home",
     "inline_equations",
+    "pictures",
     "public_names",
     "reference",
     "release",

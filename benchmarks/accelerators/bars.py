@@ -12,11 +12,17 @@ font-family="system-ui, sans-serif" font-size="15" fill="currentColor" color="#7
 aria-label="{label}">"""
 
 
-def svg(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]]) -> str:
-    """A row has a name, whose first word has a color, and below it a bar in each column."""
+def svg(
+    title: str,
+    columns: Sequence[str],
+    rows: Mapping[str, Sequence[float | None]],
+    form: str = "{:.2f}",
+) -> str:
+    """A row has a name, whose first word has a color, and a bar or none in each column."""
     each = WIDTH / len(columns)
-    scale = (each - GAP) / max(map(max, rows.values()))
-    words = [f"{name}: {', '.join(f'{x:.2f}' for x in figures)}" for name, figures in rows.items()]
+    scale = (each - GAP) / max(x for figures in rows.values() for x in figures if x)
+    told = {name: [form.format(x) if x else "-" for x in y] for name, y in rows.items()}
+    words = [f"{name}: {', '.join(figures)}" for name, figures in told.items()]
     label = f"{title} ({', '.join(columns)}): {'; '.join(words)}."
     parts = [
         HEAD.format(width=WIDTH, height=52 + 52 * len(rows), label=label),
@@ -27,7 +33,11 @@ def svg(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]])
         parts.append(f'<text x="0" y="{y}">{name}</text>')
         color = COLORS[name.partition(",")[0]]
         for i, x in enumerate(figures):
+            if x is None:
+                continue
             size = f'width="{x * scale:.1f}" height="18" fill="{color}"'
             parts.append(f'<rect x="{i * each:g}" y="{y + 6}" {size}/>')
-            parts.append(f'<text x="{i * each + x * scale + 4:.1f}" y="{y + 20}">{x:.2f}</text>')
+            parts.append(
+                f'<text x="{i * each + x * scale + 4:.1f}" y="{y + 20}">{form.format(x)}</text>'
+            )
     return "\n".join([*parts, "</svg>", ""])

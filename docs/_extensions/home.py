@@ -1,4 +1,4 @@
-"""The home page: README, with a picture above its first heading and cards behind its example.
+"""The home page: README, with cards behind its example.
 
 And the pages that contents.py lists.
 """
@@ -23,19 +23,6 @@ LIST = """\
 
 PAGE = """\
 ```{include} ../README.md
-:end-line: FIRST
-```
-
-```{raw} html
-:file: ../benchmarks/accelerators/decoder_peaks.svg
-```
-
-Compiled, not run, for a decoder with 268 million parameters and one sequence of 512 tokens. With "8
-bits", a moment takes a byte; "in the backward pass", each layer is updated as soon as its gradient
-is known. In bfloat16, optax's second moment never decays ([more](/four_bytes.md#the-peak)).
-
-```{include} ../README.md
-:start-line: FIRST
 :end-before: <!-- The home page
 ```
 
@@ -88,9 +75,7 @@ def index(title: str, sentence: str, pages: dict[str, str]) -> str:
 def write(app: Sphinx) -> None:
     """Writes the pages; README is read when it is included."""
     tables = (table(pages, caption) for caption, pages in CONTENTS.items())
-    readme = (DOCS.parent / "README.md").read_text()
-    page = PAGE.replace("FIRST", str(readme.partition("\n## ")[0].count("\n") + 1))
-    (DOCS / "index.md").write_text("\n".join([page, *tables]))
+    (DOCS / "index.md").write_text("\n".join([PAGE, *tables]))
     folder = DOCS / "contents"
     folder.mkdir(exist_ok=True)
     sentence = "What was measured, beside what, and the commands that measure it again."

@@ -45,7 +45,9 @@ def page(file: pathlib.Path) -> str:
         return f"gallery/{path.name}"
     if path.stem in trainings.NAMES:
         return f"gallery/{path.stem}.md"
-    return f"repository/{path}" if path.suffix in (*PAGES, ".png") else f"repository/{path}.md"
+    return (
+        f"repository/{path}" if path.suffix in (*PAGES, ".png", ".svg") else f"repository/{path}.md"
+    )
 
 
 def followed(file: pathlib.Path, link: str) -> pathlib.Path | None:
