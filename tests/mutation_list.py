@@ -649,7 +649,7 @@ MUTATIONS = [
     Mutation("begin_on_host.begun", "zeros of optax are on the first device", "jax.jit(X, keep_unused=True)", "jax.jit(X)", BEGIN),
     Mutation("Whole._as_stored", "a slice of codes has as many rows of words", "Cut(cut.axis, length)", "cut", BACKWARD + "/test_host_memory.py -k words"),
     Mutation("offload", "the next state has codes", "forms.as_stored(new, state)", "new", BACKWARD + "/test_host_memory.py -k 8_bits"),
-    Mutation("ShareUpdate.is_elementwise", "words of an embedding are fetched whole", "words.SCOPE not in _", "True", BACKWARD + "/test_host_memory.py -k words"),
+    Mutation("ShareUpdate.is_elementwise", "words of an embedding are fetched whole", "forms.SCOPE not in _", "True", BACKWARD + "/test_host_memory.py -k words"),
     Mutation("ShareUpdate.is_elementwise", "rows of a method that mixes them are cut", "not mixes and X", "X", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.updated", "a slice is updated by the gradient of the first", "cut.out_of(gradient, i)", "cut.out_of(gradient, 0)", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.parts", "norms do not see the leaves that are cut", "leaves.whole is None", "True", BACKWARD + "/test_host_memory.py" + " -k slices"),
