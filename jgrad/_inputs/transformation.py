@@ -148,8 +148,7 @@ class MomentOptions(NamedTuple):
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
-            is_real = kinds[name].is_real
-            options = AS_PARAMETERS if self.of_first and is_real else self
+            options = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
             form = options.form
             layouts = form.layouts(params, tree, options) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
@@ -161,7 +160,7 @@ class MomentOptions(NamedTuple):
                 mesh_axes=sharded,
                 form=form,
                 layouts=layouts,
-                real=is_real,
+                real=kinds[name].is_real,
             )
         if self.form is not None and not is_used:
             self.form.say_if_unused(params, self)
@@ -199,15 +198,14 @@ class MomentOptions(NamedTuple):
         for name, tree in shapes.moments.items():
             real = kinds[name].is_real
             options = AS_PARAMETERS if self.of_first and real else self
-            came = getattr(state, name)
-            moments[name] = options._moment(inputs, f"state.{name}", came, tree, keys, real=real)
+            moments[name] = options._moment(inputs, name, state, tree, keys, real=real)
         return Step(step, state.step, moments, shapes.matrices or [], numbers)
 
     def _moment(
         self,
         inputs: Inputs,
         name: str,
-        tree: PyTree,
+        state: Any,
         shapes: PyTree,
         keys: Callable[[], Any],
         *,
@@ -217,7 +215,8 @@ class MomentOptions(NamedTuple):
         if shapes is None:  # no such moment, or the only parameter has none
             return Moment([None] * len(inputs.specs))
         is_whole = shapes is inputs.tree
-        old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
+        name, came = f"state.{name}", getattr(state, name)
+        old = inputs.moment(name, came, None if is_whole else shapes, real=real)
         if self.form is not None or forms.some(old):
             self._check_forms(inputs, name, old, shapes)
         moment = Moment(old, None, inputs.commit, has_form=True)
@@ -332,10 +331,7 @@ def transformation(
     kind: Any = OptState if issubclass(state_type, OptState) else state_type
     kinds: Kinds = kind.__jgrad_fields__.moments
 
-    def shapes(inputs: Parameters) -> Shapes:
-        if shapes_of is not None:
-            return shapes_of(inputs)
-        return Shapes(dict.fromkeys(has, inputs.tree))
+    shapes: ShapesOf = shapes_of or (lambda inputs: Shapes(dict.fromkeys(has, inputs.tree)))
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
@@ -361,10 +357,9 @@ def transformation(
         values, *computed = compute(inputs, step)
         if of_call is not None:
             of_call.check_names(name)
-        new: dict[str, PyTree] = dict.fromkeys(kinds)
-        new |= _in_state(name, step.moments, computed[: len(step.moments)], state)
-        others = computed[len(step.moments) :]
-        return inputs.directions(values), type(state)(step.number, *new.values(), *others)
+        new, others = computed[: len(step.moments)], computed[len(step.moments) :]
+        stored = dict.fromkeys(kinds) | _in_state(name, step.moments, new, state)
+        return inputs.directions(values), type(state)(step.number, *stored.values(), *others)
 
     return pair(init, update, name, checks_options=True)
 
@@ -384,8 +379,7 @@ def _in_state(
             raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
         check_form(name, values, moment.old)
         # The old moments stay if there are no new ones.
-        kept = rules.cast_back(values, moment.old)
-        stored[field] = None if old is None else trees.flatten(old)[1].unflatten(kept)
+        stored[field] = trees.flatten(old)[1].unflatten(rules.cast_back(values, moment.old))
     return stored
 
 

@@ -110,7 +110,6 @@ class Numbers(NamedTuple):
 # For updates, transformations, and methods built on Adam.
 NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
 BIAS_CORRECTION = one_of("step_size", "moments", None)
-MOMENTS = ("mw", "vw")
 
 
 def numbers_of(
@@ -383,7 +382,7 @@ def adam(
       Weight Decay" (2025), algorithm 1, where weights also decay if delta is 0.
     """
     given = _OPTIONS.check("adam", locals())
-    return transformation("adam", _compute(given), has=MOMENTS, moments=given.moments())
+    return transformation("adam", _compute(given), has=("mw", "vw"), moments=given.moments())
 
 
 @explained
@@ -438,4 +437,4 @@ def scale_by_adam(
     given = _DIRECTION.check("scale_by_adam", locals())
 
     moments = given.moments()
-    return transformation("scale_by_adam", _compute(given), has=MOMENTS, moments=moments)
+    return transformation("scale_by_adam", _compute(given), has=("mw", "vw"), moments=moments)

@@ -298,8 +298,9 @@ def _compute(given: Given) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n = given.read(inputs, step)
         numbers = _numbers_of((n.beta1, n.beta2, n.beta3), n.epsilon, step.as_float)
-        moments = (step.moments[name] for name in _MOMENTS)
-        return adan_of_leaf.update(inputs, inputs.g, *moments, numbers, descent=n.descent)
+        return adan_of_leaf.update(
+            inputs, inputs.g, *step.moments.values(), numbers, descent=n.descent
+        )
 
     return compute
 

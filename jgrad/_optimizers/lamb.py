@@ -389,7 +389,7 @@ def lamb(
     return transformation(
         "lamb",
         compute,
-        has=adam.MOMENTS,
+        has=("mw", "vw"),
         moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )

@@ -69,8 +69,7 @@ _OPTIONS = Options(
 
 def _shapes(inputs: Parameters, given: Given) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
-    both = dict.fromkeys(adam_of.MOMENTS, inputs.tree)
-    return Shapes(both, matrices_of(inputs, given))
+    return Shapes({"mw": inputs.tree, "vw": inputs.tree}, matrices_of(inputs, given))
 
 
 def _factors(max_side: Count) -> MoreFields:
