@@ -26,8 +26,8 @@ from jgrad._backward.portions import (
 )
 from jgrad._trees import checks, forms, shares
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shares import Combine, Key, Numbers, Share
-from jgrad._trees.told import telling
+from jgrad._trees.shares import Key, Numbers, Share
+from jgrad._trees.told import Combine, telling
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
 
