@@ -47,11 +47,6 @@ class Moment:
             flag, clips = self.commit.flag, self.commit.clips
         return LeafMoment(old, rounding, flag, clips, self.has_form)
 
-    def kernels(self, i: int) -> Any:
-        """What makes the step of a leaf one operation on accelerators, see `Form`; or None."""
-        form = forms.of(self.old[i])
-        return None if form is None else form.kernels(self.old[i])
-
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
         if self.has_form and self.commit is not None:

@@ -124,14 +124,9 @@ class MomentOptions(NamedTuple):
     mesh_axes: PyTree = None
     of_first: bool = False
 
-    @property
-    def form(self) -> forms.Form | None:
-        """That of `dtype`; None for a dtype."""
-        return forms.named(self.dtype)
-
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
-        if self.dtype is not None and self.form is None:
+        if self.dtype is not None and forms.named(self.dtype) is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"
             checks.floating_dtype(
@@ -149,7 +144,7 @@ class MomentOptions(NamedTuple):
             if tree is None:
                 continue
             options = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
-            form = options.form
+            form = forms.named(options.dtype)
             layouts = form.layouts(params, tree, options) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
             moments[name] = zeros(
@@ -162,8 +157,8 @@ class MomentOptions(NamedTuple):
                 layouts=layouts,
                 real=kinds[name].is_real,
             )
-        if self.form is not None and not is_used:
-            self.form.say_if_unused(params, self)
+        if (form := forms.named(self.dtype)) is not None and not is_used:
+            form.say_if_unused(params, self)
         return counter(params.tree), *moments.values()
 
     def read(
@@ -217,7 +212,7 @@ class MomentOptions(NamedTuple):
         is_whole = shapes is inputs.tree
         name, came = f"state.{name}", getattr(state, name)
         old = inputs.moment(name, came, None if is_whole else shapes, real=real)
-        if self.form is not None or forms.some(old):
+        if forms.named(self.dtype) is not None or forms.some(old):
             self._check_forms(inputs, name, old, shapes)
         moment = Moment(old, None, inputs.commit, has_form=True)
         if not any(map(is_rounded, old)):
@@ -227,7 +222,7 @@ class MomentOptions(NamedTuple):
 
     def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
         """Each leaf has the form that the user chose for it."""
-        arg, form = inputs.reference._replace(name=name, leaves=old), self.form
+        arg, form = inputs.reference._replace(name=name, leaves=old), forms.named(self.dtype)
         layouts = [None] * len(old) if form is None else form.layouts(inputs, shapes, self)
         for i, (x, layout) in enumerate(zip(old, layouts, strict=True)):
             came = None if forms.of_method(x) else forms.of(x)

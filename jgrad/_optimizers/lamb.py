@@ -16,7 +16,7 @@ from jgrad._inputs import functional, layer_options, numbers, options
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, kernels_of, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.transformation import OptState, pair, transformation
 from jgrad._layers.trust import (
@@ -122,7 +122,9 @@ def _updates(
         if of_leaf is None:
             continue
         m, v, delta, direction = of_leaf
-        if mw.kernels(i) is not None:  # which writes them: elsewhere norms compute them again
+        if (
+            kernels_of((mw,), i) is not None
+        ):  # which writes them: elsewhere norms compute them again
             deltas[i] = leafwise.identity, (delta,)
             decayed[i] = leafwise.identity, (direction,)
             continue

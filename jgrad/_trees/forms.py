@@ -145,7 +145,7 @@ class Form:
 
 # ---- the table ---------------------------------------------------------------------------------
 
-_BY_KIND: dict[type, Form] = {}
+BY_KIND: dict[type, Form] = {}  # by the type of a leaf; others only look whether it is there
 _BY_NAME: dict[str, Form] = {}
 _RANDOM: list[Callable[..., Any]] = []
 _BOXES: list[Any] = []
@@ -153,7 +153,7 @@ _BOXES: list[Any] = []
 
 def register(form: Form) -> None:
     """Adds a form."""
-    _BY_KIND[form.kind] = form
+    BY_KIND[form.kind] = form
     if form.name:
         _BY_NAME[form.name] = form
 
@@ -170,12 +170,12 @@ def boxed_by(boxes: Any) -> None:
 
 def of(x: Any) -> Form | None:
     """The form of a leaf; None for an array, or what else is none."""
-    return _BY_KIND.get(type(x))
+    return BY_KIND.get(type(x))
 
 
 def known(x: Any) -> Form:
     """That of a leaf which is in one."""
-    return _BY_KIND[type(x)]
+    return BY_KIND[type(x)]
 
 
 def named(name: object) -> Form | None:
@@ -190,7 +190,7 @@ def names() -> list[str]:
 
 def makers() -> list[tuple[Any, Callable[..., bool]]]:
     """Each kind, and what says whether parts from a file are one."""
-    return [(form.kind, form.is_made_of) for form in _BY_KIND.values()]
+    return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 
 
 def of_method(x: Any) -> bool:
@@ -201,7 +201,7 @@ def of_method(x: Any) -> bool:
 
 def some(leaves: Sequence[Any]) -> bool:
     """Whether one of them is in a form."""
-    return not _BY_KIND.keys().isdisjoint(map(type, leaves))
+    return not BY_KIND.keys().isdisjoint(map(type, leaves))
 
 
 def random(step: jax.Array) -> Any:
@@ -214,7 +214,7 @@ def random(step: jax.Array) -> Any:
 
 def is_one(x: Any) -> bool:
     """Whether a leaf is in a form."""
-    return type(x) in _BY_KIND
+    return type(x) in BY_KIND
 
 
 def map_forms(f: Callable[[Form, Any], Any], tree: PyTree) -> PyTree:
@@ -224,7 +224,7 @@ def map_forms(f: Callable[[Form, Any], Any], tree: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
     if not some(leaves):
         return tree
-    return structure.unflatten([f(_BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+    return structure.unflatten([f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
 
 
 def in_boxes(tree: PyTree) -> PyTree:
@@ -256,7 +256,7 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
     pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
     return structure.unflatten(
-        [_BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+        [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
     )
 
 
@@ -264,5 +264,5 @@ def belong_on_host(tree: PyTree, is_large: Callable[[Any], bool]) -> list[bool]:
     """Which arrays do."""
     found: list[bool] = []
     for x in jax.tree.leaves(tree, is_leaf=is_one):
-        found += _BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
+        found += BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
     return found
