@@ -384,14 +384,14 @@ def lamb(
             *layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
         layers = layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
-        columns = w, inputs.g, step.mw, step.vw, numbers_of_lamb, layers
+        moments = step.moments["mw"], step.moments["vw"]
+        columns = w, inputs.g, *moments, numbers_of_lamb, layers
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
     return transformation(
         "lamb",
         compute,
-        mw=True,
-        vw=True,
+        has=("mw", "vw"),
         moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )
