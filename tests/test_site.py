@@ -129,6 +129,7 @@ def test_what_to_change_is_a_page(site):
 SEARCHED = {
     "adamw": "reference/optimizers",
     "multisteps": "reference/wrappers",
+    "muonclip": "muon",
     "scan": "scanned_layers",
     "lora": "gallery/finetune_lora",
 }
