@@ -405,6 +405,9 @@ MUTATIONS = [
     Mutation("leaf_moment.written", "a moment that no function wrote", "_ is None", "False", "tests/inputs/test_moments.py"),
     Mutation("Options.check", "an option that no table names", "arguments.keys() ^ X", "()", "tests/inputs/test_moments.py"),
     # ---- _states
+    Mutation("forms.named", "no form has a name", "isinstance(_, str)", "False", "tests/states/test_new_form.py"),
+    Mutation("leafwise._array", "codes of another form are read as numbers", "form.array(x)", "x.values", "tests/states/test_new_form.py"),
+    Mutation("Form.shardings", "parts of a form follow no parameter", "map(of_part, x)", "(of_part(x.scale) for _ in x)", "tests/states/test_new_form.py"),
     Mutation("EightBits.made_of", "codes of another dtype are accepted", "codec_of(x) == wanted", "True", "tests/states/test_forms.py"),
     Mutation("Matcher._source", "leaves of other shapes are carried over", "old.array.shape != leaf.array.shape", "False", "tests/states/test_carry_over.py -k message"),
     Mutation("Matcher._check_moments", "momentum crosses without a word", "crossing and _", "False", MOMENTUM),
@@ -640,7 +643,7 @@ MUTATIONS = [
     Mutation("begin_on_host.begun", "zeros of optax are on the first device", "jax.jit(X, keep_unused=True)", "jax.jit(X)", BEGIN),
     Mutation("Whole._as_stored", "a slice of codes has as many rows of words", "Cut(cut.axis, length)", "cut", BACKWARD + "/test_host_memory.py -k words"),
     Mutation("offload", "the next state has codes", "forms.as_stored(new, state)", "new", BACKWARD + "/test_host_memory.py -k 8_bits"),
-    Mutation("ShareUpdate.is_elementwise", "words of an embedding are fetched whole", "words.SCOPE not in _", "True", BACKWARD + "/test_host_memory.py -k words"),
+    Mutation("ShareUpdate.is_elementwise", "words of an embedding are fetched whole", "forms.SCOPE not in _", "True", BACKWARD + "/test_host_memory.py -k words"),
     Mutation("ShareUpdate.is_elementwise", "rows of a method that mixes them are cut", "not mixes and X", "X", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.updated", "a slice is updated by the gradient of the first", "cut.out_of(gradient, i)", "cut.out_of(gradient, 0)", BACKWARD + "/test_host_memory.py" + " -k slices"),
     Mutation("row_slices.parts", "norms do not see the leaves that are cut", "leaves.whole is None", "True", BACKWARD + "/test_host_memory.py" + " -k slices"),

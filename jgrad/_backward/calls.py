@@ -21,7 +21,7 @@ from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.known_names import KEYWORDS
+from jgrad._trees.explained import known_names
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
@@ -64,7 +64,7 @@ def check_call(
         expected = "expected by position, since keywords are for `tx.update`"
         raise TypeError(f"{_NAME}: `{name}`: an argument of `loss`, {expected}.")
     for name, x in sorted(keywords.items()):
-        if not _is_traceable(x) and name not in {*KEYWORDS, *_OF_OPTAX}:
+        if not _is_traceable(x) and name not in {*known_names().KEYWORDS, *_OF_OPTAX}:
             expected = "expected numbers or arrays, since a program shows whether `tx` reads it"
             raise TypeError(f"{_NAME}: `{name}`: {checks.describe(x)}, {expected}.")
     shown = sorted(name for name, x in keywords.items() if _is_traceable(x))

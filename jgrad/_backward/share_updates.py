@@ -24,11 +24,10 @@ from jgrad._backward.portions import (
     leaves_of_share,
     tree_of_share,
 )
-from jgrad._quantized import words
-from jgrad._trees import checks, shares
+from jgrad._trees import checks, forms, shares
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shares import Combine, Key, Numbers, Share
-from jgrad._trees.told import telling
+from jgrad._trees.shares import Key, Numbers, Share
+from jgrad._trees.told import Combine, telling
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers.apply_gradients import apply_gradients
 
@@ -361,7 +360,7 @@ class ShareUpdate:
             return math.prod(shape) >= cut.length
 
         mixes = any(has_rows(x.shape) for x in closed.consts) or any(
-            elementwise.mixes(eqn, has_rows) and words.SCOPE not in str(eqn.source_info.name_stack)
+            elementwise.mixes(eqn, has_rows) and forms.SCOPE not in str(eqn.source_info.name_stack)
             for eqn in elementwise.inner_equations(program.eqns, passed)
         )
         return not mixes and all(cut is not SAME for _, cut in self.portion.owned_cuts)

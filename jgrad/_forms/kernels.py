@@ -11,7 +11,7 @@ import jax
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
-from jgrad._inputs.around import Origin, Rest, in_float32, origin
+from jgrad._inputs.around import Origin, Rest, finishing, in_float32, origin, rest as rest_of
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Moment
@@ -63,14 +63,14 @@ class Kernels:
           steps: weight, decay and rate; none where the direction is the update.
           alone: makes the direction of the arguments.
         """
-        w, rest = None if inputs.w is None else inputs.w[i], inputs.rest(i)
+        w, rest = None if inputs.w is None else inputs.w[i], rest_of(inputs, i)
         if rest is None or not in_memory(w, jax.tree.leaves(rest.args)[0]):
             if steps:
                 self._later[i] = steps
             return self._in_kernel(i, alone, of_leaf)
         self._told.append(i)
         arguments = (*of_leaf, *steps)
-        return self._in_kernel(i, program, arguments, inputs.finishing(i), rest, w)
+        return self._in_kernel(i, program, arguments, finishing(inputs, i), rest, w)
 
     def finish(self, inputs: Inputs, updates: list[Any], update: Function | None) -> None:
         """Makes updates of what the calls returned; `update` of directions."""

@@ -23,7 +23,7 @@ Mode = Literal["reverse", "forward"] | None
 
 # From the leaves that are differentiated to those of the output, and the output itself.
 Outputs = Callable[[list[jax.Array]], tuple[list[jax.Array], PyTree]]
-Blocks = list[list[jax.Array]]
+Grid = list[list[jax.Array]]
 
 
 # Type checkers know the Jacobian of one array by the first argument, which is like that.
@@ -183,7 +183,7 @@ def _value_and_jac(
     return value_and_jacobian
 
 
-def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]:
+def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Grid]:
     """Value and blocks, by a push for each element of the input."""
     form: list[tuple[Structure, list[Leaf]]] = []
 
@@ -203,7 +203,7 @@ def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Blocks]
 
 def _reverse(
     outputs: Outputs, inputs: list[jax.Array], *, may_transpose: bool
-) -> tuple[PyTree, Blocks]:
+) -> tuple[PyTree, Grid]:
     """Value and blocks, by a pull for each element of the output.
 
     Or by a push for each element of the input, if those are fewer: transposed, the pullback is one.
@@ -255,7 +255,7 @@ def _basis(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Blocks:
+def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Grid:
     """From a stack per input leaf, of shape (all output elements, *input shape)."""
     return [
         [x[part].reshape(*y.shape, *x.shape[1:]) for x in stacks]
@@ -263,7 +263,7 @@ def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -
     ]
 
 
-def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Blocks:
+def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Grid:
     """From a stack per output leaf, of shape (all input elements, *output shape)."""
     return [
         [

@@ -33,9 +33,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
+from jgrad._inputs.inputs import Inputs, keeping_update
 from jgrad._trees import checks
 from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
@@ -288,7 +290,7 @@ class Rest(NamedTuple):
     ) -> "Rest":
         """This, whose last array is an update, and then what is done with that, if something is.
 
-        `finishing` is that of this update, see `Inputs.finishing`.
+        `finishing` is that of this update, see below.
         """
         (finish, flag), later = finishing, after or Rest(_nothing, (), ())
         both = _both(self.function, finish, later.function)
@@ -368,3 +370,31 @@ class Then:
         if self._outer is not None:
             self._outer.note(results[count - 1] if count else update, results[count:])
         return results[:count]
+
+
+def rest(inputs: Inputs, i: int) -> Rest | None:
+    """What a wrapper does next with the update of an array."""
+    found: Rest | None = None
+    if inputs.then is not None and inputs.w is not None:
+        found = inputs.then.of(inputs.w[i])
+    return found
+
+
+def finishing(inputs: Inputs, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
+    """What makes of an update of an array what `directions` would: (update, *arrays) -> update.
+
+    And these arrays: the flag of the commit.
+    """
+    dtype = inputs.reference.leaves[i].dtype
+    if inputs.commit is None:
+        return _finished(dtype, None), ()
+    return _finished(dtype, inputs.commit.clips), (inputs.commit.flag,)
+
+
+@functools.cache
+def _finished(dtype: np.dtype, clips: bool | None) -> Function:
+    def finished(update: jax.Array, *flag: jax.Array) -> jax.Array:
+        kept = update if clips is None else keeping_update(dtype, clips)(update, *flag)
+        return kept if kept.dtype == dtype else kept.astype(dtype)
+
+    return finished

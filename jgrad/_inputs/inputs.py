@@ -17,7 +17,6 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import as_stored
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.around import Commit, Rest, Then
 from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
@@ -140,11 +139,11 @@ class Inputs(Parameters):
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
-        self.commit: Commit | None = around.commit
+        self.commit = around.commit
         if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
             self.commit = None  # it clips overflow, but only for gradients that it knows
         self.notes, self.undecayed = around.notes, around.undecayed
-        self.then: Then | None = around.then
+        self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
@@ -162,20 +161,6 @@ class Inputs(Parameters):
         updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
         return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
 
-    def rest(self, i: int) -> Rest | None:
-        """What a wrapper does next with the update of an array."""
-        return None if self.then is None or self.w is None else self.then.of(self.w[i])
-
-    def finishing(self, i: int) -> tuple[Function, tuple[jax.Array, ...]]:
-        """What makes of an update of an array what `directions` would: (update, *arrays) -> update.
-
-        And these arrays: the flag of the commit.
-        """
-        dtype = self.reference.leaves[i].dtype
-        if self.commit is None:
-            return _finished(dtype, None), ()
-        return _finished(dtype, self.commit.clips), (self.commit.flag,)
-
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value.
 
@@ -185,7 +170,7 @@ class Inputs(Parameters):
         if self.commit is not None:
             kept = leafwise.run(
                 [
-                    (_kept_update(p.dtype, self.commit.clips), (u, self.commit.flag))
+                    (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
                     if checks.is_inexact(u)
                     else None
                     for u, p in zip(values, self.reference.leaves, strict=True)
@@ -313,19 +298,10 @@ def _has_room(dtype: np.dtype) -> bool:
 
 
 @functools.cache  # one function object for each dtype, so that JAX's caches find it again
-def _kept_update(dtype: np.dtype, clips: bool) -> Function:
+def keeping_update(dtype: np.dtype, clips: bool) -> Function:
     """`rules.kept_update` for parameters of a dtype."""
     largest = numerics.largest_addable(dtype) if clips and _has_room(dtype) else math.inf
     return functools.partial(rules.kept_update, largest=largest)
-
-
-@functools.cache
-def _finished(dtype: np.dtype, clips: bool | None) -> Function:
-    def finished(update: jax.Array, *flag: jax.Array) -> jax.Array:
-        kept = update if clips is None else _kept_update(dtype, clips)(update, *flag)
-        return kept if kept.dtype == dtype else kept.astype(dtype)
-
-    return finished
 
 
 def _expected(g: Any, p: Any) -> str | None:

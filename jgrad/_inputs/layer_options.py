@@ -14,11 +14,11 @@ from jgrad._layers.layer_axes import (
     read_mesh_axes,
 )
 from jgrad._layers.trust import TrustLayers
-from jgrad._trees import checks, shares
+from jgrad._trees import checks
 from jgrad._trees.annotations import Mask, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.told import told
+from jgrad._trees.told import stacked_leaves, told
 
 # ---- what a factory can check ------------------------------------------------------------------
 
@@ -85,7 +85,7 @@ def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
     if not told().stacks:
         return arg
     leaves = list(arg.leaves)
-    for i, x, stack in shares.stacked_leaves(inputs.shapes):
+    for i, x, stack in stacked_leaves(inputs.shapes):
         if not leaves[i].values:
             leaves[i] = Axes((stack.axis,))
         elif inputs.is_updated[i] and stack.axis not in {k % x.ndim for k in leaves[i].values}:

@@ -12,7 +12,6 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded, kept
-from jgrad._inputs.around import Commit
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
@@ -29,14 +28,14 @@ class Moment:
     Attributes:
       old: as the state has it; a list with an entry per leaf.
       random: how it is rounded at random, see `forms.random`; None where nothing is.
-      commit: whether the update is committed; None where it always is.
+      commit: a `Commit`, whether the update is committed; None where it always is.
       has_form: whether new moments are stored as old ones are; functional updates cast what they
         return.
     """
 
     old: list[Any]
     random: Any = None
-    commit: Commit | None = None
+    commit: Any = None
     has_form: bool = False
 
     def of_leaf(self, i: int) -> LeafMoment:
@@ -199,7 +198,7 @@ def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
             raise TypeError(f"{function}: {problem}, {expected}.")
 
 
-def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Commit | None) -> list[Any]:
+def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Any) -> list[Any]:
     """The old arrays where the update is not committed."""
     if commit is None:
         return list(new)

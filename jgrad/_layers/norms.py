@@ -20,7 +20,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._trees.shardings import may_be_sharded, varying_axes, varying_over
-from jgrad._trees.shares import Combine
+from jgrad._trees.told import Combine
 
 # Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
 # On larger ones the copy costs more memory than the smaller program is worth.

@@ -15,11 +15,9 @@ import numpy as np
 
 from jgrad._quantized.blocks import CODES, IN_WORD, Blocks, axis_of_words
 from jgrad._quantized.geometry import in_rows
-from jgrad._trees import checks, host_memory
+from jgrad._trees import checks, forms, host_memory
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import barrier
-
-SCOPE = "jgrad:words"  # of what converts them, which mixes no elements
 
 _OTHERS = CODES | {codes: words for words, codes in CODES.items()}
 
@@ -111,7 +109,7 @@ def _other(x: Any, axis: int) -> Any:
         shards = x.shape[axis] // x.sharding.shard_shape(x.shape)[axis]
         if shape[axis] % shards == 0:  # all layers together need not fit on the device
             return jax.device_put(by_numpy(np.asarray(x)), x.sharding)
-    with jax.named_scope(SCOPE):
+    with jax.named_scope(forms.SCOPE):
         return host_memory.where_it_lies(by_jax, x)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jgrad._trees.protocols import Leaf, PyTree
 
 SMALLEST = 4096  # elements from which few bits per element gain something
+SCOPE = "jgrad:words"  # of operations that make `to_words` and `to_codes`, and mix no elements
 
 
 class Form:

@@ -2,51 +2,29 @@
 
 `step_in_backward` updates a layer as soon as its gradient is known. It calls a transformation with
 the leaves of one share, and None for all others, while `told` returns this `Share`. Anything that
-is computed from all leaves together asks it for the number of all shares (`of_all`), and stochastic
-rounding asks it for the position of a layer in its stack. Anything that needs the gradients of the
-whole model at once raises an error (`refuse`).
+is computed from all leaves together asks it for the number of all shares (`told.of_all`), and
+stochastic rounding asks it for the position of a layer in its stack. Anything that needs the
+gradients of the whole model at once raises an error (`told.refuse`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._trees import trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import KeyPath, PyTree
-from jgrad._trees.told import Stack, told, trace_state
+from jgrad._trees.told import STEP, Combine, stacked_leaves, told, trace_state
 
-_STEP = "step_in_backward"
 IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
 
 # A function of the library, and which of its numbers it is.
 Key = tuple[str, int]
 # By key, each a tree of arrays.
 Numbers = dict[Key, PyTree]
-
-
-class Combine(NamedTuple):
-    """How the numbers of two shares become one.
-
-    Attributes:
-      two: of both.
-      neutral: changes nothing: each array has the shape and the dtype of a number.
-    """
-
-    two: Callable[[PyTree, PyTree], PyTree]
-    neutral: Callable[[PyTree], PyTree]
-
-
-def _like(value: float) -> Callable[[PyTree], PyTree]:
-    return lambda x: jax.tree.map(lambda a: jnp.full(a.shape, value, a.dtype), x)
-
-
-EVERY = Combine(jnp.logical_and, _like(True))
-SUM = Combine(lambda a, b: a + b, _like(0))
 
 
 class Share:
@@ -92,7 +70,7 @@ class Share:
             return part
         if trace_state() != self._trace:
             raise ValueError(
-                f"{_STEP}: `tx`: `{function}` computes a number from all gradients inside a "
+                f"{STEP}: `tx`: `{function}` computes a number from all gradients inside a "
                 "branch, expected it outside: `branch=False` in `skip_nonfinite`, `every=1` in "
                 "`watch`."
             )
@@ -141,7 +119,7 @@ class Share:
             return
         if trace_state() not in (self._trace, told().trace):  # the latter in a branch of ours
             raise ValueError(
-                f"{_STEP}: `tx`: `{function}` is called inside a branch of another library, or "
+                f"{STEP}: `tx`: `{function}` is called inside a branch of another library, or "
                 "`jax.jit`; wrap the whole step in `jax.jit`, use `jgrad.skip_nonfinite` for "
                 f"`optax.apply_if_finite`, and for `optax.MultiSteps` {IN_PARTS}, or use the "
                 "ordinary step."
@@ -162,18 +140,6 @@ def is_others(scopes: str) -> bool | None:
     return None if own == others else others > own
 
 
-def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
-    """What all shares together say; `part` itself outside of `step_in_backward`.
-
-    Args:
-      function: whose number it is, for messages.
-      combine: how two of them become one.
-      part: a tree of arrays, that of the leaves at hand.
-    """
-    share: Share | None = told().share
-    return part if share is None else share.number(function, combine, part)
-
-
 def in_stack(keys: np.ndarray, size: int) -> np.ndarray | jax.Array:
     """The keys of an array's random bits, where it is a layer of so many elements.
 
@@ -191,23 +157,3 @@ def shapes_of(params: PyTree) -> dict[KeyPath, jax.ShapeDtypeStruct]:
     """Of all parameters, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {path: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for path, x in leaves}
-
-
-def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Any, Stack]]:
-    """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
-    stacks = told().stacks
-    leaves = jax.tree_util.tree_leaves_with_path(shapes, trees.is_leaf)
-    for i, (path, x) in enumerate(leaves):
-        if x is not None and path in stacks:
-            yield i, x, stacks[path]
-
-
-def refuse(
-    function: str, remedy: str, *, reason: str = "which needs the gradients of all layers at once"
-) -> None:
-    """An error where a share is updated: the function works with all of them.
-
-    Asked by `init`, which is called for each share before there is an update.
-    """
-    if told().share is not None:
-        raise ValueError(f"{_STEP}: `tx`: `{function}`, {reason}; {remedy}.")

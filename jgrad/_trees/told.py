@@ -9,7 +9,7 @@ of another library, of `jax.jit` or of `jax.vmap`, the record is empty: transfor
 compute as if they were alone, and the wrapper does its part afterwards.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import unpromised
+from jgrad._trees.protocols import PyTree
+from jgrad._trees.trees import is_leaf
 
 T = TypeVar("T")
 
@@ -123,3 +125,61 @@ def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
 def telling(**said: Any) -> AbstractContextManager[Told]:
     """Adds to the record for everything that is called meanwhile."""
     return during(_told, told()._replace(**said, trace=trace_state()))
+
+
+# ---- in `step_in_backward` ---------------------------------------------------------------------
+
+STEP = "step_in_backward"
+IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
+
+
+class Combine(NamedTuple):
+    """How the numbers of two shares become one.
+
+    Attributes:
+      two: of both.
+      neutral: changes nothing: each array has the shape and the dtype of a number.
+    """
+
+    two: Callable[[PyTree, PyTree], PyTree]
+    neutral: Callable[[PyTree], PyTree]
+
+
+def _like(value: float) -> Callable[[PyTree], PyTree]:
+    return lambda x: jax.tree.map(lambda a: jnp.full(a.shape, value, a.dtype), x)
+
+
+EVERY = Combine(jnp.logical_and, _like(True))
+SUM = Combine(lambda a, b: a + b, _like(0))
+
+
+def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
+    """What all shares together say; `part` itself outside of `step_in_backward`.
+
+    Args:
+      function: whose number it is, for messages.
+      combine: how two of them become one.
+      part: a tree of arrays, that of the leaves at hand.
+    """
+    share = told().share
+    return part if share is None else share.number(function, combine, part)
+
+
+def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Any, Stack]]:
+    """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
+    stacks = told().stacks
+    leaves = jax.tree_util.tree_leaves_with_path(shapes, is_leaf)
+    for i, (path, x) in enumerate(leaves):
+        if x is not None and path in stacks:
+            yield i, x, stacks[path]
+
+
+def refuse(
+    function: str, remedy: str, *, reason: str = "which needs the gradients of all layers at once"
+) -> None:
+    """An error where a share is updated: the function works with all of them.
+
+    Asked by `init`, which is called for each share before there is an update.
+    """
+    if told().share is not None:
+        raise ValueError(f"{STEP}: `tx`: `{function}`, {reason}; {remedy}.")

@@ -18,11 +18,11 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
-from jgrad._trees import checks, shardings, shares, trees
+from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._trees.told import telling, told
+from jgrad._trees.told import IN_PARTS, refuse, telling, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 
@@ -262,7 +262,7 @@ def accumulate(
     has_windows = callable(every) or every > 1
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, f"use {shares.IN_PARTS}, or the ordinary step")
+        refuse(_NAME, f"use {IN_PARTS}, or the ordinary step")
         total = zeros(_NAME, params) if has_windows else None
         weight = [counter(params).astype(jnp.float32)] if weighted else []
         state = kind(*map(counter, [params] * 3), total, tx.init(params), *weight)

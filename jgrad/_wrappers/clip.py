@@ -16,12 +16,12 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_mesh_axes
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._trees.told import note, told
+from jgrad._trees.told import note, of_all, told
 from jgrad._wrappers import decisions
 
 
@@ -133,7 +133,7 @@ def clip_by_global_norm(
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
-        norm = shares.of_all(name, norms.OF_SHARES, norm)
+        norm = of_all(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))

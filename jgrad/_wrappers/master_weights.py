@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leaf_moment import kept
 from jgrad._forms.places import places_of
-from jgrad._inputs.around import Rest, Then
+from jgrad._inputs.around import Rest, Then, finishing, rest as rest_of
 from jgrad._inputs.inputs import Finished, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._trees import checks, trees
@@ -104,7 +104,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         wide = parameters.wide_gradients(updates, params, _is_half)
 
         def rest(i: int) -> Rest | None:
-            after, p = inputs.rest(i), inputs.reference.leaves[i]
+            after, p = rest_of(inputs, i), inputs.reference.leaves[i]
             if not _is_half(p):
                 return after
             commit, clips = inputs.commit, None
@@ -112,7 +112,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
             own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
-            return own.followed_by(inputs.finishing(i), after)
+            return own.followed_by(finishing(inputs, i), after)
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, places_of(inputs, None), inputs.then)

@@ -14,12 +14,13 @@ from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of, other_leaves
 from jgrad._packed.packing import Packed
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.told import refuse
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -71,7 +72,7 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
         return layout_of(_NAME, tree, max_size=max_size, small_apart=is_apart, others=True)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "leave it out")
+        refuse(_NAME, "leave it out")
         packing.check_unpacked(_NAME, "params", params)
         parameters.checked(_NAME, params)
         layout, leaves = small_packed(params)

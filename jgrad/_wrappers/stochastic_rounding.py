@@ -14,7 +14,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call
 from jgrad._forms.places import places_of
 from jgrad._forms.random_keys import element_keys
-from jgrad._inputs.around import Rest, Then, in_float32, made_of
+from jgrad._inputs.around import Rest, Then, finishing, in_float32, made_of, rest as rest_of
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
@@ -147,10 +147,10 @@ def stochastic_rounding(
             return p, Rounding(of_step, element_keys(inputs.specs[i], seed, _PURPOSE, p, place))
 
         def rest(i: int) -> Rest | None:
-            after = inputs.rest(i)
+            after = rest_of(inputs, i)
             if not _is_rounded(inputs.reference.leaves[i]):
                 return after
-            return Rest(_rounded_alone, arrays(i), (None,)).followed_by(inputs.finishing(i), after)
+            return Rest(_rounded_alone, arrays(i), (None,)).followed_by(finishing(inputs, i), after)
 
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)

@@ -10,11 +10,12 @@ from jgrad._layers import array_spec
 from jgrad._packed import packing
 from jgrad._packed.array_spec import BufferSpec
 from jgrad._packed.layouts import Shard
-from jgrad._trees import checks, shares, trees
+from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.told import refuse
 from jgrad._wrappers import inside
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -81,7 +82,7 @@ def zero(tx: AnyTransformation[Inner], axis_name: str | tuple[str, ...]) -> Tran
     axes = checks.axis_names(_NAME, "axis_name", axis_name)
 
     def init(params: PyTree) -> PyTree:
-        shares.refuse(_NAME, "shard the leaves under `jax.jit`, or use the ordinary step")
+        refuse(_NAME, "shard the leaves under `jax.jit`, or use the ordinary step")
         local = Shard.over(axes)
         _check_packed(ArgLeaves.from_tree(_NAME, "params", params), params, local)
         if local is None:

@@ -58,11 +58,9 @@ def test_a_prefix_stands_for_what_is_below_it(name):
     """Of any shape that broadcasts, and of any option."""
     update = UPDATES[name]
     rates = {"a": jnp.array([0.0, 0.1, 0.2]), "b": jnp.full(1, 0.2)}
-    options = (
-        {}
-        if name == "lars_update"
-        else {"beta1": {"a": 0.5, "b": 0.6}, "epsilon": {"a": 1e-3, "b": 0.1}}
-    )
+    has_betas = name in ("adam_update", "lamb_update")
+    betas = {"beta1": {"a": 0.5, "b": 0.6}, "epsilon": {"a": 1e-3, "b": 0.1}}
+    options = betas if has_betas else {}
     found = update(W, G, rates, **options)
     for key, rate in rates.items():
         alone = {option: values[key] for option, values in options.items()}
