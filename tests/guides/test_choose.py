@@ -21,7 +21,7 @@ PAGES = (CHOOSE, STARTS, FAQ)
 
 
 # The blocks, in the order of the page.
-COMMON, FITS, SMALL, STACKED, BF16, LARGE, *OTHERS = range(10)
+COMMON, FITS, STACKED, BF16, LARGE, *OTHERS = range(9)
 FROZEN, BATCHES, FP16, MANY = OTHERS
 
 
@@ -61,7 +61,6 @@ def first_rate_is_zero(names, params, state, losses):
     assert losses[1] == losses[0]
 
 
-setup(SMALL)(it_trains)
 setup(STACKED, cost=16)(it_trains)
 setup(BF16, cost=12)(it_trains)
 
@@ -171,12 +170,7 @@ def test_bytes_of_wrappers_in_the_answers():
     adamw, skipped, clipped = (moved[x] for x in ("AdamW", "skip(AdamW)", "clip + AdamW"))
     assert f"`skip_nonfinite` adds {skipped - adamw} to AdamW's {adamw} bytes" in answer
     assert f"clipping {clipped - adamw}." in answer
-    for name in (
-        "skip(optax's AdamW)",
-        "skip(optax's AdamW, branch=True)",
-        "accumulate, emit=False",
-    ):
-        assert re.search(rf"\b{moved[name]}\b", answer), name
+    assert moved["skip(optax's AdamW, branch=True)"] < moved["skip(optax's AdamW)"] / 2
 
 
 @pytest.mark.parametrize("block", choices(PAGES))

@@ -17,7 +17,6 @@ import jgrad
 from tests.guides.entries import after, choices, it_runs, run
 from tests.support import trainers
 from tests.support.loops import assert_equal
-from tests.support.memory import kinds
 from tests.support.pages import blocks, page, run_example
 
 TRAINERS = "docs/trainers.md"
@@ -25,7 +24,7 @@ PAGES = (TRAINERS,)
 
 
 # The blocks, in the order of the page.
-MAXTEXT, SPIKES, TUNIX, LEVANTER, BRAX, PINN, VISION, EASYLM, GEMMA, MASTER = range(10)
+MAXTEXT, SPIKES, TUNIX, LEVANTER, BRAX, PINN, VISION, EASYLM, GEMMA = range(9)
 # A few roundings of half a unit in the last place in each of twelve steps, one way in the worst case.
 IN_STEPS = 12 * 16 * 2.0**-24
 WIDE = 8 * IN_STEPS  # sums of hundreds
@@ -202,16 +201,6 @@ def gemma(names, printed):
     for a, b, c in zip(*map(jax.tree.leaves, (found, expected, ours)), strict=True):
         np.testing.assert_allclose(c, b, rtol=IN_STEPS, atol=1e-6)
         assert float(jnp.sqrt(jnp.mean((a - b) ** 2))) < 0.01
-
-
-@after(TRAINERS, MASTER)
-def master_weights(names, printed):
-    """In float32, and on the host."""
-    params = {"w": jnp.ones((512, 512), jnp.bfloat16)}
-    state = names["tx"].init(params)
-    assert {x.dtype for x in jax.tree.leaves(state.master)} == {jnp.dtype("float32")}
-    if jax.__version_info__ >= (0, 10):  # the CPU of 0.8 has no other memory
-        assert set(kinds((state.master, state.inner.mw))) == {"pinned_host"}
 
 
 @pytest.mark.parametrize("index", range(len(trainers.FILES)))

@@ -523,6 +523,5 @@ FILES = tuple(
         "os time partial re dataclasses random config_dict ConfigDict jax jnp np logging optax config "
         "learning_rate_schedule weight_decay_mask",
         "contextlib dataclasses time partial flax nnx jax jnp np optax ocp config learning_rate_fn model",
-        "",
     )
 )
