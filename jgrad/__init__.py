@@ -15,6 +15,7 @@ Optimizers: `init`/`update` pairs, as optax has them
 
     gradient_descent  gradient descent, with or without momentum
     adam              Adam, and AdamW with weight decay
+    adan              Adan, which looks ahead along differences of gradients
     lion              Lion, which steps along the sign of an average gradient
     lars              LARS: momentum with layer-wise learning rates
     lamb              LAMB: Adam with layer-wise learning rates
@@ -27,6 +28,7 @@ Optimizers: `init`/`update` pairs, as optax has them
 Parts of optimizers, for `optax.chain`
 
     scale_by_adam         Adam's direction
+    scale_by_adan         Adan's direction
     scale_by_lion         Lion's direction
     scale_by_muon         Muon's direction
     scale_by_trust_ratio  LAMB's scaling of each layer's update
@@ -65,6 +67,7 @@ Updates with explicit state
     gradient_descent_update  updates weights by one step of gradient descent
     adam_step                computes Adam's direction and new moments
     adam_update              updates weights and moments by one step of Adam
+    adan_update              updates weights and moments by one step of Adan
     lion_update              updates weights and the moment by one step of Lion
     lars_update              updates weights by one step of LARS
     lamb_update              updates weights and moments by one step of LAMB
@@ -106,7 +109,7 @@ Types for annotations
 
 Types of states
 
-    OptState, AdafactorState, SoapState, SoapFactors, Blocks, Factors, AccumulateState,
+    OptState, AdanState, AdafactorState, SoapState, SoapFactors, Blocks, Factors, AccumulateState,
     WeightedAccumulateState, SkipState, ClipState, SpikeState, MasterState, StochasticState,
     EmaState, ScheduleFreeState, HyperballState, WatchState
 """
@@ -135,6 +138,7 @@ from jgrad._muon.muon import muon, scale_by_muon
 from jgrad._muon.orthogonalize import orthogonalize
 from jgrad._optimizers.adafactor import adafactor
 from jgrad._optimizers.adam import adam, adam_step, adam_update, scale_by_adam
+from jgrad._optimizers.adan import AdanState, adan, adan_update, scale_by_adan
 from jgrad._optimizers.gradient_descent import (
     gradient_descent,
     gradient_descent_update,
@@ -194,6 +198,7 @@ __all__ = [  # noqa: RUF022
     # Optimizers: `init`/`update` pairs, as optax has them
     "gradient_descent",
     "adam",
+    "adan",
     "lion",
     "lars",
     "lamb",
@@ -204,6 +209,7 @@ __all__ = [  # noqa: RUF022
     "optimizer_of_leaf",
     # Parts of optimizers, for `optax.chain`
     "scale_by_adam",
+    "scale_by_adan",
     "scale_by_lion",
     "scale_by_muon",
     "scale_by_trust_ratio",
@@ -234,6 +240,7 @@ __all__ = [  # noqa: RUF022
     "gradient_descent_update",
     "adam_step",
     "adam_update",
+    "adan_update",
     "lion_update",
     "lars_update",
     "lamb_update",
@@ -264,6 +271,7 @@ __all__ = [  # noqa: RUF022
     "HiddenMatrices",
     # Types of states
     "OptState",
+    "AdanState",
     "AdafactorState",
     "SoapState",
     "SoapFactors",

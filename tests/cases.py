@@ -81,7 +81,9 @@ class Case:
     @property
     def kind(self) -> type:
         """The type of its state."""
-        return jgrad.SoapState if self.make is jgrad.soap else jgrad.OptState
+        return {jgrad.soap: jgrad.SoapState, jgrad.adan: jgrad.AdanState}.get(
+            self.make, jgrad.OptState
+        )
 
     @property
     def has_all_slopes(self) -> bool:
@@ -110,21 +112,24 @@ class Case:
 
     @property
     def step(self) -> Callable[..., Any] | None:
-        """The functional twin, `(w, g, lr, mw, vw, t) -> (w, mw, vw)`; None without one."""
+        """The functional twin, `(w, g, lr, moments, t) -> (w, moments)`; None without one."""
         return None if self.update is None else self._step
 
-    def _step(self, w: Any, g: Any, lr: Any, mw: Any, vw: Any, t: Any) -> tuple[Any, Any, Any]:
+    def _step(
+        self, w: Any, g: Any, lr: Any, moments: dict[str, Any], t: Any
+    ) -> tuple[Any, dict[str, Any]]:
         assert self.update is not None
         function = getattr(jgrad, f"{self.make.__name__}_update")
-        given = {"w": w, "dcdw": g, "lr": lr, "mw_tm1": mw, "vw_tm1": vw, "step": t}
+        given = {"w": w, "dcdw": g, "lr": lr, "step": t}
+        given |= {f"{name}_tm1": x for name, x in moments.items()}
         kinds = inspect.signature(function).parameters.values()
         names = [x.name for x in kinds if x.kind is x.POSITIONAL_ONLY]
         results = function(*(given[name] for name in names), **self.update)
-        replaced = [name for name in names if name in ("w", "mw_tm1", "vw_tm1")]
+        replaced = [name for name in names if name == "w" or name.endswith("_tm1")]
         if len(replaced) == 1:
             results = (results,)
         given |= dict(zip(replaced, results, strict=True))
-        return given["w"], given["mw_tm1"], given["vw_tm1"]
+        return given["w"], {name: given[f"{name}_tm1"] for name in moments}
 
     def without_masks(self) -> "Case":
         """The same for a tree of any structure."""
@@ -143,6 +148,11 @@ class Case:
             options["matrices"] = jax.tree.leaves(self.options["matrices"](w))
         optimizer = getattr(reference, self.make.__name__)(jax.tree.leaves(w), rate, **options)
         return reference.trajectory(optimizer, [jax.tree.leaves(g) for g in gradients])
+
+
+def moments_of(state: Any) -> dict[str, Any]:
+    """The moments of a state by their names; None for those that the method does not have."""
+    return {name: getattr(state, name) for name in state.__jgrad_fields__.moments}
 
 
 def rank_two(params):
@@ -171,6 +181,11 @@ CASES = [
     Case("adamw_independent", jgrad.adam,
      {"weight_decay": 0.01, "weight_decay_mask": MASK, "weight_decay_rule": "independent"}, ("mw", "vw"),
      decays=True),
+    Case("adan", jgrad.adan, {}, ("mw", "vw", "dw", "gw"), update={}),
+    Case("adan_decayed", jgrad.adan, {"beta2": 0.5, "epsilon": 0.01, "weight_decay": 0.1, "weight_decay_mask": MASK},
+     ("mw", "vw", "dw", "gw"), decays=True),
+    Case("adan_cautious", jgrad.adan,
+     {"weight_decay": 0.1, "weight_decay_mask": MASK, "weight_decay_rule": "cautious"}, ("mw", "vw", "dw", "gw")),
     Case("lion", jgrad.lion, {}, ("mw",), update={}),
     Case("lion_decayed", jgrad.lion, {"beta1": 0.95, "beta2": 0.98, "weight_decay": 0.1, "weight_decay_mask": MASK},
      ("mw",), decays=True),

@@ -8,6 +8,7 @@ on names, on the order of operations, on nested calls of `jit`, or on what is co
 So a change that only moves code prints the same lines.
 """
 
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from jax.extend import core
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from tests.cases import CASES, MASK, params
+from tests.cases import CASES, MASK, Case, moments_of, params
 from tests.support import packed_model as packed
 from tests.support.loops import step_of, told, with_loss
 
@@ -213,6 +214,12 @@ def wrappers() -> dict[str, Any]:
     }
 
 
+def _twin(case: Case, names: Sequence[str], w: Any, g: Any, rates: Any, *rest: Any) -> Any:
+    *moments, t = rest
+    w, new = case.step(w, g, rates, dict(zip(names, moments, strict=True)), t)  # type: ignore[misc]
+    return w, *new.values()
+
+
 def functional_updates() -> Iterator[Any]:
     """With trees, with prefixes, packed, and with each option."""
     tree = packed.normal(0)
@@ -266,12 +273,10 @@ def functional_updates() -> Iterator[Any]:
         descents[f"lars_update {i}"] = call
     for case in CASES:
         if case.step is not None:
-            yield f"{case} update", case.step, (tree, tree, rates, tree, tree, 3.0)
-            yield (
-                f"{case} update packed",
-                case.step,
-                (buffers, buffers, rates, buffers, buffers, 3.0),
-            )
+            names = list(moments_of(case.tx().init(tree)))
+            call = functools.partial(_twin, case, names)
+            for form, x in (("", tree), (" packed", buffers)):
+                yield f"{case} update{form}", call, (x, x, rates, *[x] * len(names), 3.0)
     for name, f in descents.items():
         yield f"{name} tree", f, (tree, tree, rates)
         yield f"{name} packed", f, (buffers, buffers, rates)

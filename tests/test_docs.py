@@ -365,6 +365,7 @@ OPTIMIZERS = {
         jgrad.lars,
     ],
     "`adam`": [jgrad.adam, jgrad.lamb],  # as the page says
+    "`adan`": [jgrad.adan],
     "`adafactor`": [jgrad.adafactor],
 }
 MEMORY = [row for row in rows(page("docs/memory.md")) if row[0] in ("float32", "bfloat16")]

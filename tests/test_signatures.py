@@ -19,7 +19,7 @@ FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad,
 
 # What makes the method, then decay, layers and devices, and in which form moments are stored.
 ORDER = [
-    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2"),
+    *("trust_coefficient", "matrices", "momentum", "nesterov", "beta1", "beta2", "beta3"),
     *("beta2_decay", "beta2_cap", "shampoo_beta", "every", "epsilon"),
     *("max_side", "clip_threshold", "scale_by_parameter", "min_side"),
     *("weight_decay", "decay_lambda", "weight_decay_mask", "weight_decay_rule"),
@@ -42,9 +42,10 @@ DIFFERENT = {
     # of the gradient, and so of momentum.
     **{
         (name, "weight_decay_rule"): "decoupled"
-        for name in ("adafactor", "adam", "lion", "lamb", "muon", "soap")
+        for name in ("adafactor", "adam", "adan", "lion", "lamb", "muon", "soap")
     },
     ("lion", "beta2"): "its paper's: one moment, which looks further back than the direction",
+    **{("adan", key): "its authors'" for key in ("beta1", "beta2")},
     ("lars", "momentum"): "the method is one of momentum",
     ("lars", "epsilon"): "of another denominator, to which the paper adds nothing",
     ("muon", "momentum"): "its author's",
@@ -103,7 +104,8 @@ def test_updates_take_the_same_by_position(name):
     parameters = inspect.signature(getattr(jgrad, name)).parameters.values()
     found = [x.name for x in parameters if x.kind is x.POSITIONAL_ONLY]
     gradient = "effective_grad" if name == "optimizer_update" else "dcdw"
-    expected = ["w", gradient, "lr", "mw_tm1", "vw_tm1", "step"]
+    further = ["dw_tm1", "gw_tm1"] if name == "adan_update" else []
+    expected = ["w", gradient, "lr", "mw_tm1", "vw_tm1", *further, "step"]
     assert found == expected[: len(found)]
     assert len(found) >= 3
 

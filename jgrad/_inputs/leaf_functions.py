@@ -5,6 +5,7 @@ A form of moments may make the step of a leaf one operation on accelerators, see
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Moment
+from jgrad._trees import forms
 
 
 class Descent(NamedTuple):
@@ -74,7 +76,7 @@ class LeafFunction:
         for i, x in enumerate(g):
             if x is not None:
                 of_leaf = (x, *(_entry(y, i) for y in args))
-                kernels = _kernels_of(args, i)
+                kernels = kernels_of(args, i)
                 calls[i] = (program, of_leaf)
                 if kernels is not None:
                     calls[i] = kernels(self, args).call(i, program, of_leaf)
@@ -107,7 +109,7 @@ class LeafFunction:
             if descent is not None:
                 w = None if inputs.w is None else inputs.w[i]
                 steps = w, _entry(descent.decay, i), _entry(descent.rate, i)
-            kernels = _kernels_of(args, i)
+            kernels = kernels_of(args, i)
             if kernels is None:
                 calls[i] = program, (*of_leaf, *steps)
                 continue
@@ -123,9 +125,10 @@ class LeafFunction:
 of_one_leaf = LeafFunction  # as methods are decorated
 
 
-def _kernels_of(args: tuple[Any, ...], i: int) -> Any:
+def kernels_of(args: Sequence[Any], i: int) -> Any:
     """What makes the step of a leaf one operation, if the form of all its moments has it."""
-    found = {x.kernels(i) for x in args if isinstance(x, Moment)}
+    old = [x.old[i] for x in args if isinstance(x, Moment)]
+    found = {form and form.kernels(x) for x, form in zip(old, map(forms.of, old), strict=True)}
     return found.pop() if len(found) == 1 else None
 
 

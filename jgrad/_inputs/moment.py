@@ -47,11 +47,6 @@ class Moment:
             flag, clips = self.commit.flag, self.commit.clips
         return LeafMoment(old, rounding, flag, clips, self.has_form)
 
-    def kernels(self, i: int) -> Any:
-        """What makes the step of a leaf one operation on accelerators, see `Form`; or None."""
-        form = forms.of(self.old[i])
-        return None if form is None else form.kernels(self.old[i])
-
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
         if self.has_form and self.commit is not None:
@@ -63,13 +58,11 @@ class Shapes(NamedTuple):
     """The moments that a method keeps, for given parameters.
 
     Attributes:
-      mw: a tree like the parameters with the shape of each first moment; None for no moment.
-      vw: likewise of second moments.
+      moments: by its name in the state, for each a tree like the parameters with its shapes.
       matrices: where those of each leaf are, or of each array, as the method has it; None for none.
     """
 
-    mw: PyTree
-    vw: PyTree
+    moments: Mapping[str, PyTree]
     matrices: list[Any] | None = None
 
 
@@ -79,8 +72,7 @@ class Step(NamedTuple):
     Attributes:
       number: of this update, counting from 1.
       done: number of completed updates, as in the state.
-      mw: first moment; empty if the method has none.
-      vw: second moment; likewise.
+      moments: by their names, those of `Shapes`.
       matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: other fields of the state, as the method reads them.
@@ -88,8 +80,7 @@ class Step(NamedTuple):
 
     number: jax.Array
     done: jax.Array
-    mw: Moment
-    vw: Moment
+    moments: Mapping[str, Moment]
     matrices: list[Any]
     numbers: Mapping[str, Any]
     more: Any = None
@@ -102,8 +93,7 @@ class Step(NamedTuple):
     @classmethod
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
-        nothing = Moment([])
-        return cls(done, done, nothing, nothing, [], {})
+        return cls(done, done, {}, [], {})
 
 
 # ---- arrays of moments -------------------------------------------------------------------------

@@ -25,11 +25,11 @@ from jgrad._inputs.numbers import OfCall
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, keywords_of, known_names
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import FIRST, SECOND, MomentField, PyTree, state_of
 from jgrad._trees.told import told
 
 
-@state_of("moments", step="step", mw="moment", vw="moment")
+@state_of("moments", step="step", mw=FIRST, vw=SECOND)
 class OptState(NamedTuple):
     """State of every optimizer except `soap`; fields that a method does not use are `None`.
 
@@ -69,7 +69,7 @@ class OptState(NamedTuple):
         return self.vw
 
 
-@state_of("adafactor", step="step", mw="moment", vw="moment")
+@state_of("adafactor", step="step", mw=FIRST, vw=SECOND)
 class AdafactorState(OptState):
     """State of `adafactor`: an `OptState` whose `mw` averages steps, learning rate included.
 
@@ -104,6 +104,9 @@ def counter(params: PyTree, value: int = 0) -> jax.Array:
     return jax.device_put(x, NamedSharding(meshes[0], PartitionSpec())) if meshes else x
 
 
+Kinds = Mapping[str, MomentField]  # of the moments of a state, by their names
+
+
 class MomentOptions(NamedTuple):
     """What a user gave.
 
@@ -121,14 +124,9 @@ class MomentOptions(NamedTuple):
     mesh_axes: PyTree = None
     of_first: bool = False
 
-    @property
-    def form(self) -> forms.Form | None:
-        """That of `dtype`; None for a dtype."""
-        return forms.named(self.dtype)
-
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
-        if self.dtype is not None and self.form is None:
+        if self.dtype is not None and forms.named(self.dtype) is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"
             checks.floating_dtype(
@@ -136,21 +134,20 @@ class MomentOptions(NamedTuple):
             )
         return self
 
-    def init(self, params: Parameters, shapes: Shapes) -> OptState:
-        """The state before the first update; `mw` and `vw` share no buffer, for donation."""
+    def init(self, params: Parameters, shapes: Shapes, kinds: Kinds) -> tuple[PyTree, ...]:
+        """Step and moments before the first update; they share no buffer, for donation."""
         say_if_lost(params)
-        moments: list[PyTree] = [None, None]
+        moments: dict[str, PyTree] = dict.fromkeys(kinds)
         is_used = False  # the form, by some leaf
         sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
-        of_second = AS_PARAMETERS if self.of_first else self
-        columns = zip((self, of_second), (shapes.mw, shapes.vw), strict=True)
-        for i, (options, tree) in enumerate(columns):
+        for name, tree in shapes.moments.items():
             if tree is None:
                 continue
-            form = options.form
+            options = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
+            form = forms.named(options.dtype)
             layouts = form.layouts(params, tree, options) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
-            moments[i] = zeros(
+            moments[name] = zeros(
                 params.function,
                 params.tree,
                 options.dtype if form is None else None,
@@ -158,11 +155,11 @@ class MomentOptions(NamedTuple):
                 mesh_axes=sharded,
                 form=form,
                 layouts=layouts,
-                real=i == 1,
+                real=kinds[name].is_real,
             )
-        if self.form is not None and not is_used:
-            self.form.say_if_unused(params, self)
-        return OptState(counter(params.tree), *moments)
+        if (form := forms.named(self.dtype)) is not None and not is_used:
+            form.say_if_unused(params, self)
+        return counter(params.tree), *moments.values()
 
     def read(
         self,
@@ -170,18 +167,20 @@ class MomentOptions(NamedTuple):
         state: Any,
         shapes: Shapes,
         numbers: Mapping[str, Any],
-        kind: Any = OptState,
+        kind: Any,
     ) -> Step:
         """What an update starts from; an error where the state is of another method or form."""
         came = remedy = ""
+        kinds: Kinds = kind.__jgrad_fields__.moments
         if not isinstance(state, kind):
             is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
             remedy = " `carry_over` converts the states of optax." if is_foreign else ""
             came = type(state).__name__
         else:
-            for name, expected in ("mw", shapes.mw), ("vw", shapes.vw):
-                if (getattr(state, name) is None) != (expected is None):
-                    without = "with" if expected is None else "without"
+            for name in kinds:
+                is_expected = shapes.moments.get(name) is not None
+                if (getattr(state, name) is not None) != is_expected:
+                    without = "without" if is_expected else "with"
                     origin = f"{without} `{name}`, from another method or other options"
                     came = f"{trees.with_article(kind.__name__)} {origin}"
         if came:
@@ -190,16 +189,18 @@ class MomentOptions(NamedTuple):
         check_counters(inputs.function, state)
         step = optax.safe_increment(jnp.asarray(state.step))
         keys = functools.cache(functools.partial(forms.random, step))  # where something is rounded
-        mw = self._moment(inputs, "state.mw", state.mw, shapes.mw, keys, real=False)
-        of_second = AS_PARAMETERS if self.of_first else self
-        vw = of_second._moment(inputs, "state.vw", state.vw, shapes.vw, keys, real=True)
-        return Step(step, state.step, mw, vw, shapes.matrices or [], numbers)
+        moments: dict[str, Moment] = {}
+        for name, tree in shapes.moments.items():
+            real = kinds[name].is_real
+            options = AS_PARAMETERS if self.of_first and real else self
+            moments[name] = options._moment(inputs, name, state, tree, keys, real=real)
+        return Step(step, state.step, moments, shapes.matrices or [], numbers)
 
     def _moment(
         self,
         inputs: Inputs,
         name: str,
-        tree: PyTree,
+        state: Any,
         shapes: PyTree,
         keys: Callable[[], Any],
         *,
@@ -209,8 +210,9 @@ class MomentOptions(NamedTuple):
         if shapes is None:  # no such moment, or the only parameter has none
             return Moment([None] * len(inputs.specs))
         is_whole = shapes is inputs.tree
-        old = inputs.moment(name, tree, None if is_whole else shapes, real=real)
-        if self.form is not None or forms.some(old):
+        name, came = f"state.{name}", getattr(state, name)
+        old = inputs.moment(name, came, None if is_whole else shapes, real=real)
+        if forms.named(self.dtype) is not None or forms.some(old):
             self._check_forms(inputs, name, old, shapes)
         moment = Moment(old, None, inputs.commit, has_form=True)
         if not any(map(is_rounded, old)):
@@ -220,7 +222,7 @@ class MomentOptions(NamedTuple):
 
     def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
         """Each leaf has the form that the user chose for it."""
-        arg, form = inputs.reference._replace(name=name, leaves=old), self.form
+        arg, form = inputs.reference._replace(name=name, leaves=old), forms.named(self.dtype)
         layouts = [None] * len(old) if form is None else form.layouts(inputs, shapes, self)
         for i, (x, layout) in enumerate(zip(old, layouts, strict=True)):
             came = None if forms.of_method(x) else forms.of(x)
@@ -272,9 +274,9 @@ def say_once(params: Parameters, message: str) -> None:
 
 # ---- the pair of a method ----------------------------------------------------------------------
 
-# (inputs, step) -> (updates, new first moments, new second moments), as a function of one leaf
-# returns them that was given `step.mw` and `step.vw`; or None where the method has no such moment.
-# Updates are added to the parameters. Other fields of the state follow in order.
+# (inputs, step) -> (updates, new moments), in the order of their names, as a function of one leaf
+# returns them that was given those of `step.moments`. Updates are added to the parameters. Other
+# fields of the state follow in order.
 Compute = Callable[[Inputs, Step], tuple[Any, ...]]
 
 # (parameters) -> the shapes of the moments.
@@ -297,8 +299,7 @@ def transformation(
     name: str,
     compute: Compute,
     *,
-    mw: bool = False,
-    vw: bool = False,
+    has: Sequence[str] = (),
     shapes_of: ShapesOf | None = None,
     moments: MomentOptions = AS_PARAMETERS,
     params_for: str | None = None,
@@ -306,35 +307,33 @@ def transformation(
     state_type: Any = OptState,
     stays_finite: bool = True,
 ) -> Transformation:
-    """An optimizer with the state `OptState(step, mw, vw)`, or with one that has more fields.
+    """An optimizer with the state `OptState(step, mw, vw)`, or with one that has other fields.
 
     Args:
       name: what users call it, for messages.
       compute: the method. It returns updates, which are added to the parameters.
-      mw: whether the method has a first moment, of the shapes of the parameters.
-      vw: whether it has such a second moment.
-      shapes_of: in the place of both, of a method whose moments have other shapes.
+      has: the names of its moments, of those that the state type has.
+      shapes_of: in its place, of a method whose moments have other shapes than the parameters.
       moments: in which form they are stored.
       params_for: what in the method needs the parameters, for the error without them.
       more: what the state has beside.
-      state_type: of the state; an `OptState` is taken, too, where it has nothing beside.
+      state_type: of the state, with fields for step, moments and what it has beside; an `OptState`
+        is taken for one of a subtype.
       stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
         steps look at its results, as they do at those of other libraries.
     """
     moments = moments.checked(name)
-    kind = OptState if more is None else state_type
+    kind: Any = OptState if issubclass(state_type, OptState) else state_type
+    kinds: Kinds = kind.__jgrad_fields__.moments
 
-    def shapes(inputs: Parameters) -> Shapes:
-        if shapes_of is not None:
-            return shapes_of(inputs)
-        return Shapes(inputs.tree if mw else None, inputs.tree if vw else None)
+    shapes: ShapesOf = shapes_of or (lambda inputs: Shapes(dict.fromkeys(has, inputs.tree)))
 
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         checks.parameters(inputs.reference)
         of_moments = shapes(inputs)
         others = () if more is None else more.init(inputs, of_moments)
-        return state_type(*moments.init(inputs, of_moments), *others)
+        return state_type(*moments.init(inputs, of_moments, kinds), *others)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
@@ -350,39 +349,33 @@ def transformation(
         step = moments.read(inputs, state, of_moments, of_call or {}, kind)
         if more is not None:
             step = step._replace(more=more.read(inputs, of_moments, state))
-        values, new_mw, new_vw, *others = compute(inputs, step)
+        values, *computed = compute(inputs, step)
         if of_call is not None:
             of_call.check_names(name)
-        new = type(state)(
-            step.number,
-            _in_state(name, "mw", step.mw, new_mw, state.mw),
-            _in_state(name, "vw", step.vw, new_vw, state.vw),
-            *others,
-        )
-        return inputs.directions(values), new
+        new, others = computed[: len(step.moments)], computed[len(step.moments) :]
+        stored = dict.fromkeys(kinds) | _in_state(name, step.moments, new, state)
+        return inputs.directions(values), type(state)(step.number, *stored.values(), *others)
 
     return pair(init, update, name, checks_options=True)
 
 
 def _in_state(
-    name: str, field: str, moment: Moment, new: list[Any] | None, state: PyTree
-) -> PyTree:
-    """The new part of the state, which has to be what `write` stored."""
-    if isinstance(new, list):
-        fits = state is not None or all(x is None for x in new)
-    else:
-        fits = state is None and new is None
-    if not fits:
-        expected = f"what a function of one leaf wrote into `step.{field}`"
-        if state is None:
-            expected = f"None, since the method has no `{field}`"
-        came = type(new).__name__
-        raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
-    if new is None or state is None:
-        return None
-    check_form(name, new, moment.old)
-    # The old moments stay if there are no new ones.
-    return trees.flatten(state)[1].unflatten(rules.cast_back(new, moment.old))
+    name: str, moments: Mapping[str, Moment], new: Sequence[Any], state: Any
+) -> dict[str, PyTree]:
+    """The new moments as the state has them, which have to be what `write` stored."""
+    if len(new) != len(moments):
+        expected = ", ".join(f"`{field}`" for field in moments) or "none"
+        raise TypeError(f"{name}: {len(new)} new moments, expected {expected}.")
+    stored: dict[str, PyTree] = {}
+    for (field, moment), values in zip(moments.items(), new, strict=True):
+        old = getattr(state, field)
+        if not isinstance(values, list):
+            came, expected = type(values).__name__, "what a function of one leaf wrote into it"
+            raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
+        check_form(name, values, moment.old)
+        # The old moments stay if there are no new ones.
+        stored[field] = trees.flatten(old)[1].unflatten(rules.cast_back(values, moment.old))
+    return stored
 
 
 _ON_DEVICE = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"

@@ -61,6 +61,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     g_of_others = [None if of else x for x, of in both]
 
     n = muon.read(inputs, step)
+    first, second = step.moments["mw"], step.moments["vw"]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[Array] | None = None
@@ -69,12 +70,12 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
             without = "without `fraction`"
             refuse_without_effect(inputs.function, "error_decay", decay, None, without)
         momentum = _look_ahead if muon.nesterov else average_of_leaf
-        m, mw_of_matrices = momentum(g, step.mw, n.momentum)
+        m, mw_of_matrices = momentum(g, first, n.momentum)
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
         x = orthogonalize.orthogonalized(inputs.function, m, axes, steps, muon.shard_over)
     else:
         check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
-        old = [None if x is None else y for x, y in zip(g, step.mw.old, strict=True)]
+        old = [None if x is None else y for x, y in zip(g, first.old, strict=True)]
         sums = leafwise.apply(rules.add_scaled, g, old)
         x, is_taken = orthogonalize.orthogonalized_rows(
             inputs.function,
@@ -87,17 +88,17 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
         )
         there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
         _, mw_of_matrices = _stored(
-            leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), step.mw
+            leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), first
         )
     vw_of_matrices: PerArray[Any] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, step.vw, beta)
+        x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
     betas = n.adam_beta1, n.adam_beta2
     of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
-    pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, step.mw, step.vw, of_adam)
+    pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, first, second, of_adam)
     others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
     return Directions(
         either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),

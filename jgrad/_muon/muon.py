@@ -150,7 +150,7 @@ def _shapes(inputs: Parameters, given: Given) -> Shapes:
 
     pairs = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
     vw = trees.flatten(inputs.tree)[1].unflatten([of_second(*pair) for pair in pairs])
-    return Shapes(inputs.tree, vw, matrices)
+    return Shapes({"mw": inputs.tree, "vw": vw}, matrices)
 
 
 def _made(

@@ -180,7 +180,8 @@ def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> Shapes:
     both = zip(inputs.reference.leaves, matrices, strict=True)
     vw = [x if axes is None else _shape(axes, x) for x, axes in both]
     structure = trees.flatten(inputs.tree)[1]
-    return Shapes(inputs.tree if mw else None, structure.unflatten(vw), matrices)
+    first = {"mw": inputs.tree} if mw else {}
+    return Shapes(first | {"vw": structure.unflatten(vw)}, matrices)
 
 
 def _shape(axes: MatrixAxes, x: Any) -> Factors:
@@ -236,13 +237,13 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | No
     g = list(map(_as_read_in_branches, inputs.g))
     means = matrix_axes.on_matrices(_mean_squares, axes, g)
     (rows, new_rows), (columns, new_columns) = (
-        average_of_leaf([x and x[k] for x in means], _part(step.vw, field), beta)
+        average_of_leaf([x and x[k] for x in means], _part(step.moments["vw"], field), beta)
         for k, field in enumerate(Factors._fields)
     )
     roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
     squares = leafwise.apply(_squares, alone)
-    elements, new_elements = average_of_leaf(squares, _part(step.vw, None), beta)
+    elements, new_elements = average_of_leaf(squares, _part(step.moments["vw"], None), beta)
 
     u: list[Call | None] = []
     for x, of, ab, v, floor in zip(g, axes, roots, elements, least, strict=True):
@@ -497,7 +498,7 @@ def adafactor(
         expected = 'two numbers; the first may be None with `rule="torch"`'
         raise TypeError(f"{name}: `epsilon`: {epsilon}, expected {expected}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         inputs.check_buffers()
         n = given.read(inputs, step)
         u, vw = _direction(inputs, step, given)
@@ -513,9 +514,10 @@ def adafactor(
         descent = Descent(decay, n.learning_rate, weight_decay_rule, has_rate=True)
         if momentum is None:
             options.without_momentum(inputs, step)
-            return descent.updates(d, inputs.w), None, vw
+            return descent.updates(d, inputs.w), vw
         beta = options.beta_per_array(inputs, step, "momentum", momentum)
-        updates, mw = average_of_leaf.update(inputs, d, step.mw, beta, descent=descent)
+        mw = step.moments["mw"]
+        updates, mw = average_of_leaf.update(inputs, d, mw, beta, descent=descent)
         return updates, mw, vw
 
     has_momentum = momentum is not None

@@ -291,7 +291,8 @@ def _compute(given: Given) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         n, correction = given.read(inputs, step), given.arguments["bias_correction"]
         numbers = numbers_of(n.beta1, n.beta2, n.epsilon, correction, step.as_float)
-        return adam_of_leaf.update(inputs, inputs.g, step.mw, step.vw, numbers, descent=n.descent)
+        mw, vw = step.moments["mw"], step.moments["vw"]
+        return adam_of_leaf.update(inputs, inputs.g, mw, vw, numbers, descent=n.descent)
 
     return compute
 
@@ -381,7 +382,7 @@ def adam(
       Weight Decay" (2025), algorithm 1, where weights also decay if delta is 0.
     """
     given = _OPTIONS.check("adam", locals())
-    return transformation("adam", _compute(given), mw=True, vw=True, moments=given.moments())
+    return transformation("adam", _compute(given), has=("mw", "vw"), moments=given.moments())
 
 
 @explained
@@ -436,4 +437,4 @@ def scale_by_adam(
     given = _DIRECTION.check("scale_by_adam", locals())
 
     moments = given.moments()
-    return transformation("scale_by_adam", _compute(given), mw=True, vw=True, moments=moments)
+    return transformation("scale_by_adam", _compute(given), has=("mw", "vw"), moments=moments)

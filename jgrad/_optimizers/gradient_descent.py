@@ -206,18 +206,16 @@ def gradient_descent(
     given = _OPTIONS.check("gradient_descent", locals())
     coupled = weight_decay_rule == "coupled"
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n = given.read(inputs, step)
         inside = rules.optional(n.weight_decay) if coupled else None
         descent = n.descent._replace(decay=None) if coupled else n.descent
-        mw = None if momentum is None else step.mw
-        updates, *new = _direction_of_leaf.update(
+        return _direction_of_leaf.update(
             inputs,
-            *(inputs.g, mw, n.momentum, inputs.w, inside),
+            *(inputs.g, step.moments.get("mw"), n.momentum, inputs.w, inside),
             descent=descent,
             nesterov=nesterov,
         )
-        return updates, *(new or [None]), None
 
-    moments = given.moments()
-    return transformation("gradient_descent", compute, mw=momentum is not None, moments=moments)
+    has = () if momentum is None else ("mw",)
+    return transformation("gradient_descent", compute, has=has, moments=given.moments())

@@ -16,7 +16,7 @@ from jgrad._inputs import functional, layer_options, numbers, options
 from jgrad._inputs.factory import DECAY, FORM, Options, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.leaf_functions import Descent, of_one_leaf
+from jgrad._inputs.leaf_functions import Descent, kernels_of, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._inputs.transformation import OptState, pair, transformation
 from jgrad._layers.trust import (
@@ -122,7 +122,9 @@ def _updates(
         if of_leaf is None:
             continue
         m, v, delta, direction = of_leaf
-        if mw.kernels(i) is not None:  # which writes them: elsewhere norms compute them again
+        if (
+            kernels_of((mw,), i) is not None
+        ):  # which writes them: elsewhere norms compute them again
             deltas[i] = leafwise.identity, (delta,)
             decayed[i] = leafwise.identity, (direction,)
             continue
@@ -382,14 +384,14 @@ def lamb(
             *layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio),
         )
         layers = layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
-        columns = w, inputs.g, step.mw, step.vw, numbers_of_lamb, layers
+        moments = step.moments["mw"], step.moments["vw"]
+        columns = w, inputs.g, *moments, numbers_of_lamb, layers
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
     return transformation(
         "lamb",
         compute,
-        mw=True,
-        vw=True,
+        has=("mw", "vw"),
         moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )

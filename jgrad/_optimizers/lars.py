@@ -338,7 +338,7 @@ def lars(
     layer_options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
     coupled = weight_decay_rule == "coupled"
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any] | None, None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         w = inputs.require_params("the trust ratio")
         n = given.read(inputs, step)
         in_gradient, outside = (n.weight_decay, 0.0) if coupled else (0.0, n.weight_decay)
@@ -353,21 +353,19 @@ def lars(
             scale=rules.descent if coupled and momentum is None else rules.scale_by,
         )
         if momentum is None and coupled:
-            return direction, None, None
+            return (direction,)
         decay = rules.optional(outside, "" if has_rate else weight_decay_rule)
-        mw = None if momentum is None else step.mw
-        updates, *new = _momentum_of_leaf.update(
+        return _momentum_of_leaf.update(
             inputs,
-            *(direction, mw, n.momentum),
+            *(direction, step.moments.get("mw"), n.momentum),
             descent=Descent(decay, n.learning_rate, weight_decay_rule, has_rate),
             nesterov=nesterov,
         )
-        return updates, *(new or [None]), None
 
     return transformation(
         "lars",
         compute,
-        mw=momentum is not None,
+        has=() if momentum is None else ("mw",),
         moments=given.moments(layer_axes=layer_axes),
         params_for="the trust ratio",
     )

@@ -96,10 +96,10 @@ def lion_update(
 
 
 def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], None]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any]]:
         n = given.read(inputs, step)
-        args = inputs.g, step.mw, n.beta1, n.beta2
-        return *lion_of_leaf.update(inputs, *args, descent=n.descent), None
+        args = inputs.g, step.moments["mw"], n.beta1, n.beta2
+        return lion_of_leaf.update(inputs, *args, descent=n.descent)
 
     return compute
 
@@ -179,7 +179,7 @@ def lion(
       sign of a complex number is x / |x|.
     """
     given = _OPTIONS.check("lion", locals())
-    return transformation("lion", _compute(given), mw=True, moments=given.moments())
+    return transformation("lion", _compute(given), has=("mw",), moments=given.moments())
 
 
 @explained
@@ -226,4 +226,5 @@ def scale_by_lion(
     Source: as `lion`.
     """
     given = _DIRECTION.check("scale_by_lion", locals())
-    return transformation("scale_by_lion", _compute(given), mw=True, moments=given.moments())
+    moments = given.moments()
+    return transformation("scale_by_lion", _compute(given), has=("mw",), moments=moments)

@@ -156,10 +156,7 @@ def optimizer_of_leaf(
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
         form = given.moments()
         compute = _compute(given, method, moments, own)
-        has_mw, has_vw = (x in moments for x in _MOMENTS)
-        return transformation(
-            name, compute, mw=has_mw, vw=has_vw, moments=form, stays_finite=stays_finite
-        )
+        return transformation(name, compute, has=moments, moments=form, stays_finite=stays_finite)
 
     functools.update_wrapper(factory, function)
     factory.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
@@ -173,10 +170,8 @@ def _compute(
         n = given.read(inputs, step)
         known = {**vars(n), _STEP: step.as_float}
         numbers = tuple(_number(known[x], step) for x in own)
-        olds = (getattr(step, x) for x in moments)
-        updates, *new = method.update(inputs, inputs.g, *olds, numbers, descent=n.descent)
-        of_moments = dict(zip(moments, new, strict=True))
-        return updates, *map(of_moments.get, _MOMENTS)
+        olds = map(step.moments.__getitem__, moments)
+        return method.update(inputs, inputs.g, *olds, numbers, descent=n.descent)
 
     return compute
 

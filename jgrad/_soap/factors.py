@@ -18,7 +18,7 @@ from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, forms, trees, variables
 from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import FIRST, SECOND, PyTree, state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 
 Array = jax.Array | None
@@ -54,7 +54,7 @@ OfLeaf = tuple[SoapFactors, ...]
 _FIELDS = SoapFactors._fields
 
 
-@state_of("moments", step="step", mw="moment", vw="moment", factors="factors")
+@state_of("moments", step="step", mw=FIRST, vw=SECOND, factors="factors")
 class SoapState(NamedTuple):
     """State of `soap`.
 

@@ -69,7 +69,7 @@ _OPTIONS = Options(
 
 def _shapes(inputs: Parameters, given: Given) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
-    return Shapes(inputs.tree, inputs.tree, matrices_of(inputs, given))
+    return Shapes({"mw": inputs.tree, "vw": inputs.tree}, matrices_of(inputs, given))
 
 
 def _factors(max_side: Count) -> MoreFields:
@@ -162,13 +162,14 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
     )
 
     is_first, done = step.number == 1, step.number - 1
-    m, mw = average_of_leaf(g, step.mw, _held(is_first, n.beta1))
+    first, second = step.moments["mw"], step.moments["vw"]
+    m, mw = average_of_leaf(g, first, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
     of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
     in_bases = old.rotated(g, into=True), old.rotated(m, into=True)
-    x, vw = _adam_in_bases(*in_bases, step.vw, of_adam)
-    x = leafwise.apply(_above_noise, x, in_bases[1], old.noise(m, step.mw.old))
+    x, vw = _adam_in_bases(*in_bases, second, of_adam)
+    x = leafwise.apply(_above_noise, x, in_bases[1], old.noise(m, first.old))
     direction = old.rotated(x, into=False)
     if soap.first_step == "adam":
         direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
@@ -220,7 +221,8 @@ def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     axes, n = _per_array(inputs, step.matrices), soap.read(inputs, step)
     new = _of_matrices(inputs, step, soap, axes, n)
     g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
-    both, mw, vw = adam_of.adam_of_leaf(g, step.mw, step.vw, _of_adam(soap, inputs, step, n))
+    first, second = step.moments["mw"], step.moments["vw"]
+    both, mw, vw = adam_of.adam_of_leaf(g, first, second, _of_adam(soap, inputs, step, n))
     others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
     direction = either(new.direction, others)
 

@@ -257,7 +257,8 @@ class Matcher:
         for x in self._like:
             is_second = x.role == "moment" and x.field != MW and x.keys in had
             if is_second and not (x.position in self._assigned or self._is_reset(x)):
-                came = f"{x.called}, a second moment that `old` lacks"
+                what = "a moment" if x.name == x.field != VW else "a second moment"
+                came = f"{x.called}, {what} that `old` lacks"
                 remedy = "start afresh by `tx.init(params)`, or keep only the step by `reset=`"
                 also = "`momentum=` concerns first moments alone"
                 raise ValueError(f"{NAME}: `like`{checks.at(x.at)}: {came}; {remedy}; {also}.")

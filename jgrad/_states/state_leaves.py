@@ -141,6 +141,8 @@ def read(state: PyTree) -> list[StateLeaf]:
         """NorMuon's and SOAP's second moments measure another thing than Adam's."""
         if x.role != "moment":
             return x
+        if x.field not in (MW, VW):
+            return x._replace(kind=MOMENTS)  # what it measures is declared
         first, second = (moments.get((x.owner, x.keys, field)) for field in (MW, VW))
         field = IN_BASES if (x.owner, x.keys) in in_bases else VW
         if first is not None and second is not None and first.shape != second.shape:
@@ -233,8 +235,9 @@ def _fields(
             continue
         field = "step" if role == "step" else fields.names.get(name, name)
         time = inside if role == "step" else clock
+        measures = fields.moments[name].measures if name in fields.moments else unit
         yield StateLeaf(
-            fields.kind, field, role, (), child, here, name, keys_of(path), time, 0, unit
+            fields.kind, field, role, (), child, here, name, keys_of(path), time, 0, measures
         )
 
 

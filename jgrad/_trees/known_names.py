@@ -120,7 +120,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "mask": ("weight_decay_mask", "leaves"),
     "b1": ("beta1",),
     "b2": ("beta2",),
-    "betas": ("beta1", "beta2"),
+    "b3": ("beta3",),
+    "betas": ("beta1", "beta2", "beta3"),
     "beta": ("momentum", "beta1"),
     "eps": ("epsilon",),
     "mu_dtype": ("moment_dtype",),
@@ -164,7 +165,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "beta2": ("normuon_beta", "adam_beta2"),
 }
 
-_METHODS = "gradient_descent adam lion lars lamb adafactor muon soap"
+_METHODS = "gradient_descent adam adan lion lars lamb adafactor muon soap"
 _OPTAX = "`optax.{0}({1}=...)`, which works beside jgrad"
 _CONTRIB = "`optax.contrib.{0}({1}=...)`, which works beside jgrad"
 _WIDE = "nothing: it is float32, or wider where a parameter is"
@@ -172,7 +173,7 @@ _WIDE = "nothing: it is float32, or wider where a parameter is"
 _LACKING = (
     ("adam scale_by_adam", "nesterov eps_root", _OPTAX),
     ("adam", "amsgrad", "`optax.amsgrad`, which works beside jgrad"),
-    ("lamb", "eps_root", _OPTAX),
+    ("lamb adan scale_by_adan", "eps_root", _OPTAX),
     ("adafactor", "decay_offset", _OPTAX),
     ("adafactor", "beta2", "`beta2_decay` and `beta2_cap` in `{0}(...)`, which say how it rises"),
     ("adafactor", "factored", "a `min_side` larger than each side"),
@@ -237,7 +238,7 @@ GONE_OPTIONS = {
 
 # The keywords that some transformation takes in `update`.
 KEYWORDS = (
-    *("learning_rate", "weight_decay", "momentum", "beta1", "beta2", "epsilon"),
+    *("learning_rate", "weight_decay", "momentum", "beta1", "beta2", "beta3", "epsilon"),
     *("adam_learning_rate", "adam_weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
     *("error_decay", "shampoo_beta", "hyperball_learning_rate", "emit", "finite", "weight", "loss"),
 )

@@ -37,6 +37,21 @@ FieldRole = Literal[
 ]
 
 
+class MomentField(NamedTuple):
+    """What a moment is, in a field of a state.
+
+    Attributes:
+      is_real: whether it is of magnitudes: real where gradients are complex, and at least 0.
+      measures: what it holds, in a phrase; "" where other moments beside it tell.
+    """
+
+    is_real: bool = False
+    measures: str = ""
+
+
+FIRST, SECOND = MomentField(), MomentField(is_real=True)
+
+
 class FieldRoles(NamedTuple):
     """What the fields of a state are.
 
@@ -45,33 +60,37 @@ class FieldRoles(NamedTuple):
       roles: of fields, by their names.
       names: jgrad's names of fields that are called otherwise, as optax's or those of old versions.
       others: the role of fields that are not named.
+      moments: the fields with that role, in order.
     """
 
     kind: str
     roles: Mapping[str, FieldRole]
     names: Mapping[str, str] = {}
     others: FieldRole = "zero"
+    moments: Mapping[str, MomentField] = {}
 
 
 _State = TypeVar("_State")
 STATES: list[FieldRoles] = []  # all that are declared, by which `carry_over` reads files
 
 
-def state_of(kind: str, **roles: FieldRole) -> Callable[[type[_State]], type[_State]]:
+def state_of(kind: str, **roles: FieldRole | MomentField) -> Callable[[type[_State]], type[_State]]:
     """A state type of jgrad, a `NamedTuple`, which says what its fields are.
 
     Its module becomes the one that users import it from, and that a pickle names.
 
     Args:
       kind: the name of the wrapper, or "moments".
-      roles: of the fields. One that is not named counts from zero, and `inner` is the state of what
-        is inside.
+      roles: of the fields, of a moment what it is. One that is not named counts from zero, and
+        `inner` is the state of what is inside.
     """
 
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "count" for x in names}
-        fields = FieldRoles(kind, others | roles)
+        others: dict[str, Any] = {x: "inside" if x == "inner" else "count" for x in names}
+        moments = {x: role for x, role in roles.items() if isinstance(role, MomentField)}
+        found = others | roles | dict.fromkeys(moments, "moment")
+        fields = FieldRoles(kind, found, moments=moments)
         STATES.append(fields)
         state.__annotations__ = get_type_hints(state)  # which are looked up in the module
         state.__module__ = "jgrad"

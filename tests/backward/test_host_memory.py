@@ -78,6 +78,7 @@ def test_the_same_results(form, place, name):
 
 
 IN_8_BITS = {name: RECIPES[name] for name in ("8 bits", "stochastic", "all")} | {
+    "adan": Recipe(lambda: jgrad.adan(1e-2, moment_dtype="8bit"), sizes=WIDE),
     "lion": Recipe(lambda: jgrad.lion(1e-3, moment_dtype="8bit"), sizes=WIDE),
     "momentum": Recipe(
         lambda: jgrad.gradient_descent(1e-2, momentum=0.9, moment_dtype="8bit"), sizes=WIDE

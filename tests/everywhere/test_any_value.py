@@ -172,6 +172,7 @@ OTHERS = {
     "gradient_descent_update": functools.partial(jgrad.gradient_descent_update, X, X, 0.1),
     "adam_step": functools.partial(jgrad.adam_step, X, X, X, 1),
     "adam_update": functools.partial(jgrad.adam_update, X, X, 0.1, X, X, 1),
+    "adan_update": functools.partial(jgrad.adan_update, X, X, 0.1, X, X, X, X, 1),
     "lion_update": functools.partial(jgrad.lion_update, X, X, 0.1, X),
     "lars_update": functools.partial(jgrad.lars_update, X, X, 0.1),
     "lamb_update": functools.partial(jgrad.lamb_update, X, X, 0.1, X, X, 1),

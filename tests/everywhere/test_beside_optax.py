@@ -71,6 +71,25 @@ def test_lars_with_decay(standard_promotion):
     np.testing.assert_allclose(ours, -paper, rtol=1e-6)
 
 
+def test_adan_at_other_betas(standard_promotion):
+    """From the second step on: beta2 = 0.92 is 1 - 0.08 of the paper, which weighs by 1 - 0.08."""
+    a, b, (beta1, beta2, beta3) = 1.0, 3.0, (0.98, 0.92, 0.99)
+
+    def second(weight):
+        m = (beta1 * (1 - beta1) * a + (1 - beta1) * b) / (1 - beta1**2)
+        d = (1 - beta2) * (b - a) / (1 - beta2**2)
+        v = (beta3 * a**2 + (b + weight * (b - a)) ** 2) * (1 - beta3) / (1 - beta3**2)
+        return -(m + weight * d) / np.sqrt(v)
+
+    def found(tx):
+        w, first, then = (jnp.full(3, x) for x in (0.0, a, b))
+        return tx.update(then, tx.update(first, tx.init(w), w)[1], w)[0]
+
+    theirs, ours = found(optax.adan(1.0, eps_root=0.0)), found(jgrad.adan(1.0))
+    np.testing.assert_allclose(theirs, second(1 - beta2), rtol=1e-5)
+    np.testing.assert_allclose(ours, second(beta2), rtol=1e-5)
+
+
 def test_a_rate_for_one_call(standard_promotion):
     """optax ignores an extra argument that it does not know."""
     rate = {"learning_rate": 0.5}

@@ -179,13 +179,12 @@ def functional(case):
     case = dataclasses.replace(case, update=case.update | {"stop_gradients": False})
 
     def init(w):
-        mw, vw = (jax.tree.map(jnp.zeros_like, w) for _ in range(2))
-        return mw, vw, jnp.asarray(1)
+        return {name: jax.tree.map(jnp.zeros_like, w) for name in case.state}, jnp.asarray(1)
 
     def step(rate, w, state, g):
-        mw, vw, t = state
-        w, mw, vw = case.step(w, g, rate, mw, vw, t)
-        return w, (mw, vw, t + 1)
+        moments, t = state
+        w, moments = case.step(w, g, rate, moments, t)
+        return w, (moments, t + 1)
 
     return Subject(f"{case.make.__name__}_update-{case}", init, step)
 

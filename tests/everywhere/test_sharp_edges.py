@@ -232,12 +232,13 @@ def test_e14_layers_stacked_for_scan(case, axes):
     expected, _ = train(case.tx(), layers(w), [layers(g) for g in grads])
     chex.assert_trees_all_close(layers(found), expected, rtol=2e-6, atol=1e-7)
     if case.step:
-        zeros = jax.tree.map(jnp.zeros_like, w)
+        zeros = dict.fromkeys(case.state, jax.tree.map(jnp.zeros_like, w))
         whole = dataclasses.replace(
             case, update=case.update | {"layer_axes": {"s": axes, "b": None}}
         )
-        once = whole.step(w, grads[0], RATE, zeros, zeros, 1)[0]
-        each = case.step(*map(layers, (w, grads[0])), RATE, layers(zeros), layers(zeros), 1)[0]
+        once = whole.step(w, grads[0], RATE, zeros, 1)[0]
+        zeros = {name: layers(x) for name, x in zeros.items()}
+        each = case.step(*map(layers, (w, grads[0])), RATE, zeros, 1)[0]
         chex.assert_trees_all_close(layers(once), each, rtol=2e-6)
 
 

@@ -29,6 +29,7 @@ def row(tx, *own, **needed):
 ROWS = {
     "gradient_descent": row(jgrad.gradient_descent(0.1, momentum=0.9), "learning_rate", "weight_decay", "momentum"),
     "adam": row(ADAM, *NUMBERS_OF_ADAM),
+    "adan": row(jgrad.adan(0.1), *NUMBERS_OF_ADAM, "beta3"),
     "lion": row(jgrad.lion(0.1), "learning_rate", "weight_decay", "beta1", "beta2"),
     "adafactor": row(jgrad.adafactor(0.1), "learning_rate", "weight_decay"),
     "lars": row(jgrad.lars(0.1), "learning_rate", "weight_decay", "epsilon", "momentum"),
@@ -37,6 +38,7 @@ ROWS = {
      "weight_decay", *OF_MUON),
     "soap": row(jgrad.soap(0.1, matrices=IS_MATRIX, adam_learning_rate=0.1), *NUMBERS_OF_ADAM, "shampoo_beta",
      *(f"adam_{x}" for x in NUMBERS_OF_ADAM)),
+    "scale_by_adan": row(jgrad.scale_by_adan(), "beta1", "beta2", "beta3", "epsilon"),
     "scale_by_lion": row(jgrad.scale_by_lion(), "beta1", "beta2"),
     "scale_by_adam": row(jgrad.scale_by_adam(), "beta1", "beta2", "epsilon"),
     "scale_by_muon": row(jgrad.scale_by_muon(matrices=IS_MATRIX), "momentum", "adam_beta1", "adam_beta2",
@@ -79,6 +81,7 @@ ALONE = (
     "clip_by_global_norm",
     "ema",
     "scale_by_adam",
+    "scale_by_adan",
     "scale_by_lion",
     "scale_by_muon",
     "scale_by_trust_ratio",

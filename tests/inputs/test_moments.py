@@ -101,22 +101,21 @@ def test_an_array_in_the_place_of_codes():
 
 
 def test_a_moment_that_the_method_does_not_have():
-    tx = transformation("none", lambda inputs, step: (inputs.g, None, None), mw=True)
-    message = "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into `step.mw`."
+    tx = transformation("none", lambda inputs, step: (inputs.g, None), has=("mw",))
+    message = (
+        "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into it."
+    )
     assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
-    tx = transformation("none", lambda inputs, step: (inputs.g, inputs.g, None))
-    message = "none: new moments `mw`: list, expected None, since the method has no `mw`."
-    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
-    tx = transformation("none", lambda inputs, step: (inputs.g, None, [1.0]))
-    message = "none: new moments `vw`: list, expected None, since the method has no `vw`."
+    tx = transformation("none", lambda inputs, step: (inputs.g,), has=("mw", "vw"))
+    message = "none: 0 new moments, expected `mw`, `vw`."
     assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
 
 
 def test_moments_that_were_named_by_hand():
     """Arrays, beside codes."""
     form = MomentOptions("8bit")
-    by_hand = lambda inputs, step: (inputs.g, inputs.g, None)
-    tx = transformation("none", by_hand, mw=True, moments=form)
+    by_hand = lambda inputs, step: (inputs.g, inputs.g)
+    tx = transformation("none", by_hand, has=("mw",), moments=form)
     message = "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
     assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
 

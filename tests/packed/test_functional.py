@@ -12,6 +12,7 @@ T = 3
 FUNCTIONAL = {
     "adam_step": lambda w, g, m, v, lr, o: jgrad.adam_step(g, m, v, T, **o),
     "adam_update": lambda w, g, m, v, lr, o: jgrad.adam_update(w, g, lr, m, v, T, **o),
+    "adan_update": lambda w, g, m, v, lr, o: jgrad.adan_update(w, g, lr, m, v, g, m, T, **o),
     "lamb_update": lambda w, g, m, v, lr, o: jgrad.lamb_update(w, g, lr, m, v, T, **o),
     "lars_update": lambda w, g, m, v, lr, o: jgrad.lars_update(w, g, lr, **o),
     "gradient_descent_update": lambda w, g, m, v, lr, o: jgrad.gradient_descent_update(w, g, lr),
@@ -29,6 +30,7 @@ OF_LAMB = {
 MORE = {
     "adam_step": OF_ADAM,
     "adam_update": OF_ADAM,
+    "adan_update": OF_ADAM | {"beta3": {"layer": 0.9, "rest": 0.8}},
     "lamb_update": OF_LAMB,
     "lars_update": {"decay_lambda": DECAYS, "trust_coefficient": {"layer": 1.0, "rest": 0.1}},
 }

@@ -112,6 +112,38 @@ def adam(
             w[i] = _decayed(w[i], d, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
 
 
+def adan(
+    w: Leaves, lr, *, beta1=0.98, beta2=0.92, beta3=0.99, epsilon=1e-8, weight_decay=0.0, decay=None,
+    weight_decay_rule="decoupled", state=None,
+) -> Optimizer:  # fmt: skip
+    """Xie et al. (2022), algorithm 1, whose beta_k are 1 - beta_k here.
+
+    With the bias corrections of the authors' code; g_0 = g_1, so that the first difference is 0.
+    """
+    w = _double(w)
+    decay = decay or [True] * len(w)
+    t, m, n = _start(w, state)
+    v, old = [np.zeros_like(x) for x in w], None
+    b1, b2, b3 = 1 - beta1, 1 - beta2, 1 - beta3
+    while True:
+        g = _double((yield [x.copy() for x in w]))
+        rate = lr(t) if callable(lr) else lr
+        t += 1
+        old = g if old is None else old
+        for i in range(len(w)):
+            m[i] = (1 - b1) * m[i] + b1 * g[i]
+            v[i] = (1 - b2) * v[i] + b2 * (g[i] - old[i])
+            n[i] = (1 - b3) * n[i] + b3 * np.abs(g[i] + (1 - b2) * (g[i] - old[i])) ** 2
+            m_hat, v_hat, n_hat = (
+                m[i] / (1 - beta1**t),
+                v[i] / (1 - beta2**t),
+                n[i] / (1 - beta3**t),
+            )
+            u = (m_hat + (1 - b2) * v_hat) / (np.sqrt(n_hat) + epsilon)
+            w[i] = _decayed(w[i], u, rate, weight_decay if decay[i] else 0.0, weight_decay_rule)
+        old = g
+
+
 def lion(
     w: Leaves, lr, *, beta1=0.9, beta2=0.99, weight_decay=0.0, decay=None,
     weight_decay_rule="decoupled", state=None,

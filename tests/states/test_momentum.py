@@ -26,6 +26,7 @@ SQUARES, UNCORRECTED = "squares", "squares without a correction of the bias"
 METHODS = {
     "adam": (jgrad.adam(0.1), GRADIENTS, SQUARES),
     "lamb": (jgrad.lamb(0.1), GRADIENTS, SQUARES),
+    "adan": (jgrad.adan(0.1), GRADIENTS, "squares of gradients that look ahead"),
     "lion": (jgrad.lion(0.1), GRADIENTS, None),
     "momentum": (jgrad.gradient_descent(0.1, momentum=0.9), SUM, None),
     "lars": (jgrad.lars(0.1), "sum of steps", None),

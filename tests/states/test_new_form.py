@@ -80,7 +80,7 @@ class Float8Rows(ChosenForm):
 def entered(monkeypatch):
     """In the table, as long as a test runs."""
     form = Float8Rows()
-    monkeypatch.setitem(forms._BY_KIND, ScaledRows, form)
+    monkeypatch.setitem(forms.BY_KIND, ScaledRows, form)
     monkeypatch.setitem(forms._BY_NAME, NAME, form)
     return form
 

@@ -12,7 +12,7 @@ import pytest
 import jgrad
 from jgrad._quantized import encoding
 from jgrad._quantized.geometry import geometry
-from tests.cases import CASES, METHODS, ONE_EACH, RATE
+from tests.cases import CASES, METHODS, ONE_EACH, RATE, moments_of
 
 _ELEMENTWISE = [case.name for case in CASES if case.elementwise]
 
@@ -107,7 +107,7 @@ def unpacked(moment, part):
 
 def assert_same_moments(a, b):
     """Codes and scales of two states bit for bit, packed or not."""
-    for x, y in ((a.mw, b.mw), (a.vw, b.vw)):
+    for x, y in zip(moments_of(a).values(), moments_of(b).values(), strict=True):
         for part in ("codes", "scale"):
             chex.assert_trees_all_equal(unpacked(x, part), unpacked(y, part))
 

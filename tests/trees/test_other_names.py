@@ -37,7 +37,7 @@ def test_every_factory_is_found():
         "accumulate",
         "offload",
     } <= FACTORIES.keys()
-    assert len(FACTORIES) == 25
+    assert len(FACTORIES) == 27
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -68,12 +68,14 @@ def test_an_unknown_option_is_pythons_error(name):
 OF_OPTAX = {
     "gradient_descent": optax.sgd,
     "adam": optax.adamw,
+    "adan": optax.adan,
     "lion": optax.lion,
     "lars": optax.lars,
     "lamb": optax.lamb,
     "adafactor": optax.adafactor,
     "muon": optax.contrib.muon,
     "scale_by_adam": optax.scale_by_adam,
+    "scale_by_adan": optax.scale_by_adan,
     "scale_by_lion": optax.scale_by_lion,
     "scale_by_muon": optax.contrib.scale_by_muon,
     "scale_by_trust_ratio": optax.scale_by_trust_ratio,

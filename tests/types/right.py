@@ -119,6 +119,7 @@ assert_type(jgrad.gradient_descent_update(params, params, 0.1), Params)
 assert_type(jgrad.lars_update(params, params, {"w": 0.1, "b": 0}, layer_axes=0), Params)
 assert_type(jgrad.adam_step(params, x, params, 1), tuple[Params, jax.Array, Params])
 assert_type(jgrad.adam_update(x, x, 0.1, x, x, 1), tuple[jax.Array, jax.Array, jax.Array])
+assert_type(jgrad.adan(1e-3).init(params), jgrad.AdanState)
 assert_type(jgrad.lion_update(params, params, 0.1, params), tuple[Params, Params])
 assert_type(jgrad.lamb_update(x, x, 0.1, x, x, 1), tuple[jax.Array, jax.Array, jax.Array])
 

@@ -69,6 +69,7 @@ CASES = {
     "adam": (adam, 4, 2),
     "bfloat16": (lambda: adam(moment_dtype=jnp.bfloat16), 4, 2),
     "8bit": (eight_bits, 4, 0),
+    "adan": (lambda: jgrad.adan(1e-3), 8, 4),
     "lion": (lambda: jgrad.lion(1e-3), 2, 1),
     "lamb": (lambda: jgrad.lamb(1e-3, layer_axes=AXES), 4, 2),
     "muon": (lambda: jgrad.muon(1e-3, adam_learning_rate=1e-3, matrices=MATRICES), 3, 2),

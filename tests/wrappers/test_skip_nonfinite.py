@@ -215,10 +215,10 @@ def test_a_method_that_forgets_to_keep_old_moments():
     """Its moments are not settled, and so looked at."""
 
     def compute(inputs, step):
-        mw = [m + g for m, g in zip(step.mw.old, inputs.g, strict=True)]
-        return mw, mw, None  # which `step.mw.write` should have made
+        mw = [m + g for m, g in zip(step.moments["mw"].old, inputs.g, strict=True)]
+        return mw, mw  # which `write` should have made
 
-    tx = jgrad.skip_nonfinite(transformation("forgetful", compute, mw=True))
+    tx = jgrad.skip_nonfinite(transformation("forgetful", compute, has=("mw",)))
     start = compiled(tx)(X, tx.init(X), X)
     found = compiled(tx)(*start, NAN * X)
     assert_equal((found[0], found[1].inner), (start[0], start[1].inner))
