@@ -198,7 +198,7 @@ def test_equations_of_the_site_are_set(site):
     text = (site / "methods.html").read_text()
     assert text.count('<math display="block"') == len(cards) > 5
     optimizers = (site / "reference/optimizers.html").read_text()
-    assert optimizers.count('<math display="block"') == optimizers.count("dt class") - 1
+    assert optimizers.count('<math display="block"') == optimizers.count('<dt class="sig') - 1
     assert not re.search(
         r"sqrt\(|\^T|g²", re.sub(r"<math .*?>|<pre>.*?</pre>", "", text, flags=re.S)
     )
