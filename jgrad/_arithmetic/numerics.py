@@ -132,6 +132,21 @@ def largest_addable(dtype: DTypeLike) -> float:
     return float(2.0 ** (info.maxexp - info.nmant - 3))
 
 
+def largest_update(dtype: DTypeLike) -> float:
+    """The bound of updates that can be added to any parameter; float16 has no room for one."""
+    return largest_addable(dtype) if has_room(dtype) else math.inf
+
+
+def largest_number(dtype: DTypeLike) -> float:
+    """The bound of what saturates; not of float16, in which overflow is looked for instead."""
+    return float(jnp.finfo(dtype).max) if has_room(dtype) else math.inf
+
+
+def has_room(dtype: DTypeLike) -> bool:
+    """Whether any update of a training can be added to any parameter; not in float16."""
+    return bool(jnp.finfo(dtype).maxexp >= 128)
+
+
 def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
     """Whether a and b have one sign, or, complex, Re(a conj(b)) > 0; False for NaN.
 

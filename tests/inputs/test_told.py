@@ -253,10 +253,10 @@ def close(found, truth):
 @pytest.mark.slow(one_in=4, always=["masked"])
 @third_parties
 def test_what_makes_nan_of_finite_gradients_is_looked_at(third_party, standard_promotion):
-    """Inside of it, and behind it."""
+    """Inside of it, and behind it, if this is asked for."""
     spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
     for tx in third_party(optax.chain(spoil, ADAM)), optax.chain(third_party(ADAM), spoil):
-        safe = jgrad.skip_nonfinite(tx)
+        safe = jgrad.skip_nonfinite(tx, check_results=True)
         state = safe.init(W)
         steps, new = safe.update(G, state, W)
         assert_equal(steps, jax.tree.map(jnp.zeros_like, W))
