@@ -19,7 +19,7 @@ import jgrad
 from studies import host_traffic, traffic
 from tests.everywhere.test_recipes import LIMITS, OPERATIONS
 from tests.support.loops import train
-from tests.support.pages import GUIDES, PAGES, ROOT, blocks, page, rows, section
+from tests.support.pages import GUIDES, PAGES, ROOT, blocks, docstring, page, rows, section
 
 PUBLIC = [
     name for name, x in vars(jgrad).items() if not (name.startswith("_") or inspect.ismodule(x))
@@ -42,7 +42,7 @@ WITHOUT_EQUATION = ("variable", "is_variable", "variable_data")
 def test_docstring(name):
     """What it does, its sections in order, each argument, and the equation of what computes."""
     thing = getattr(jgrad, name)
-    text = inspect.getdoc(thing)  # Python 3.13 strips the indentation, older ones do not
+    text = docstring(name, thing)
     first, _, rest = text.partition("\n")
     assert first.endswith(".")
     found = re.findall(rf"^({'|'.join(SECTIONS)}):", rest, re.MULTILINE)
@@ -63,6 +63,7 @@ def test_docstring(name):
 def test_example_of_docstring(name):
     """Of two to eight lines, with an output to compare, under the suite's strict promotion."""
     names = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}
+    assert docstring(name, getattr(jgrad, name))
     finder = doctest.DocTestFinder(recurse=False)
     (found,) = finder.find(getattr(jgrad, name), name, globs=names)
     lines = [line for x in found.examples for line in (x.source + x.want).splitlines()]
@@ -120,7 +121,7 @@ def test_what_a_page_names_is_there(name):
 def test_masks_choose_leaves_by_name():
     """By the number of axes, they would choose biases of attention, and every norm in a stack."""
     files = [*sorted((ROOT / "colabs").glob("*.py")), *sorted((ROOT / "colabs").glob("*.ipynb"))]
-    texts = {name: inspect.getdoc(getattr(jgrad, name)) for name in PUBLIC}
+    texts = {name: docstring(name, getattr(jgrad, name)) for name in PUBLIC}
     texts |= {name: page(name) for name in ("README.md", *GUIDES)}
     texts |= {file.name: file.read_text() for file in files}
     by_axes = r"lambda \w+: .*(\.ndim|\.shape\)) (> 1|>= 2)"
