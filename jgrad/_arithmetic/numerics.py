@@ -225,6 +225,17 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     if 0 in x.shape:  # eagerly, JAX has no devices for an empty array with explicit axes
         return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
+    # Without `jit`, a copy of 4 MB takes less time than two programs take to be compiled for a
+    # shape. On a mesh, a program says what has which type.
+    if (
+        not (isinstance(x, jax.core.Tracer) or isinstance(zero, jax.core.Tracer))
+        and x.size <= 2**20
+        and isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
+        and jax.sharding.get_abstract_mesh().empty
+        and x.aval.memory_space == jax.memory.Space.Device
+    ):
+        of_numpy = np.zeros(x.shape, zero.dtype)
+        return jax.device_put(of_numpy, x.sharding if x.committed else None)
     zeros = jnp.where(x == x, zero, zero)
     # As of 0.12, JAX gives a choice between constants their type, whatever chooses.
     is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec
