@@ -11,10 +11,13 @@ import pathlib
 import resource
 import sys
 
+from tests.support import compiler
+
 DEVICES = 8
 # XLA reads both once, when JAX starts. It needs more threads than devices: on two cores, the
 # collectives of eight virtual devices can otherwise wait for each other for ever.
 _FLAG = "--xla_force_host_platform_device_count"
+compiler.set_flags()
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}={DEVICES}".strip()
 os.environ.setdefault("PJRT_NPROC", str(max(2 * DEVICES, os.cpu_count() or 1)))
@@ -45,14 +48,18 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=5)
 settings.register_profile("all", deadline=None, derandomize=True, max_examples=25)
 
-LIMIT = 1.15  # GB, above which a process frees its compiled programs; one test takes up to 0.2
+# GB, above which a process frees its compiled programs, after which all is traced again: half
+# of the machine's memory for all of its processes, within reason. One test takes up to 0.2.
+_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+LIMIT = min(max(_MEMORY / 2 / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)), 1.15), 3.5)
 GIGABYTE = 2**30 if sys.platform == "darwin" else 2**20  # in the unit of `ru_maxrss`
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="Run the tests marked slow, too.")
     parser.addoption("--exhaustive", action="store_true", help="With --all: every choice.")
-    parser.addoption("--every", type=int, default=1, help="Run only each n-th test.")
+    parser.addoption("--every", type=int, default=1, help="Run only one share of n.")
+    parser.addoption("--turn", type=int, default=0, help="With --every or --all: which share.")
 
 
 def pytest_configure(config):
@@ -63,18 +70,47 @@ def pytest_configure(config):
         config.pluginmanager.register(PeakMemory())
 
 
+def pytest_report_header(config):
+    turn, every = config.getoption("--turn"), config.getoption("--every")
+    return f"share: 1 of {every}, --turn={turn}" if every > 1 or turn else None
+
+
+def pytest_ignore_collect(collection_path, config):
+    if not config.getoption("--all") and choice.is_left_to_ci(config, collection_path):
+        return True
+    return None
+
+
+def _named(config):
+    return any("::" in argument for argument in config.args)
+
+
+_QUICK = pytest.StashKey()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc):
+    """Makes no items of what the default suite leaves out: three quarters of all choices."""
+    if metafunc.config.getoption("--all") or _named(metafunc.config):
+        return
+    found = metafunc.config.stash.setdefault(_QUICK, {})
+    if metafunc._calls:
+        found[metafunc.definition.nodeid] = choice.leave_out(metafunc)
+
+
 def pytest_collection_modifyitems(config, items):
     """Drops slow tests, unless asked for by `--all` or by name; else runs them first."""
-    of_ci = choice.of_ci(config, items)
-    named = any("::" in argument for argument in config.args)
-    slow, quick = choice.of_suite(items, all_names=not named)
+    of_ci, named = choice.of_ci(config, items), _named(config)
+    quick_names = config.stash.get(_QUICK, {})
+    slow, quick = choice.of_suite(items, all_names=not named, quick_names=quick_names)
+    turn, every = config.getoption("--turn"), config.getoption("--every")
     if not (config.getoption("--exhaustive") or named):
-        slow = choice.thinned(slow)
+        slow = choice.thinned(slow, turn // every)
     chosen = [*slow, *quick] if config.getoption("--all") or named else quick
     if not config.getoption("--all"):
         chosen = [x for x in chosen if x not in of_ci]
-    # Most tests are one of many alike, with other options: each n-th has some of every kind.
-    chosen = chosen[:: config.getoption("--every")]
+    # Most tests are one of many alike, with other options: each share has some of every kind.
+    chosen = choice.share(chosen, every, turn)
     kept = set(chosen)
     config.hook.pytest_deselected(items=[x for x in items if x not in kept])
     items[:] = chosen

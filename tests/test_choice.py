@@ -96,3 +96,56 @@ def test_what_ci_alone_runs(pytestconfig):
     assert choice.of_ci(pytestconfig, items) == {*items[1:]} - (
         set(items) if "ci" in pytestconfig.getoption("markexpr") else set()
     )
+
+
+def test_a_share_of_all():
+    """Each test has its turn, and stays in its share where others are added or go."""
+    items = choices(200)
+    shares = [choice.share(items, 8, turn) for turn in range(8)]
+    assert sorted(x.nodeid for share in shares for x in share) == sorted(x.nodeid for x in items)
+    assert all(10 < len(share) < 40 for share in shares)
+    assert choice.share(items, 8, 11) == shares[3]
+    assert choice.share(items[::3], 8, 3) == [x for x in shares[3] if x in items[::3]]
+    assert choice.share(items, 1, 5) == items
+
+
+def test_every_slow_choice_has_its_turn():
+    items = choices(150)
+    found = [x.nodeid for turn in range(64) for x in choice.thinned(items, turn)]
+    assert sorted(found) == sorted(x.nodeid for x in items)
+
+
+class Call:
+    """A choice of parameters, before pytest makes an item of it."""
+
+    def __init__(self, name, *marks):
+        self.id = name
+        self.marks = [x.mark for x in marks]
+
+
+class Metafunc:
+    def __init__(self, calls, *marks):
+        self.definition, self._calls = Item("f::t", *marks), calls
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [(), (SLOW,), (SLOW(one_in=8),), (SLOW(always=["3"]),), (SLOW(one_in=2, always=["3"]),)],
+)
+def test_no_items_of_what_is_left_out(marks):
+    """The same choices are quick as of all items; where none is, one stands for the test."""
+    expected = quick(*choices(20, *marks))
+    of_test = Metafunc([Call(f"{i}") for i in range(20)], *marks)
+    names = choice.leave_out(of_test)
+    found = [f"t[{x.id}]" for x in of_test._calls]
+    assert found == (expected or ["t[0]"])
+    left = [Item(f"f::{name}", *marks) for name in found]
+    slow, kept = choice.of_suite(left, all_names=True, quick_names={"f::t": names})
+    assert [x.nodeid.removeprefix("f::") for x in kept] == expected
+    assert [x.nodeid for x in slow] == ([] if expected else ["f::t[0]"])
+
+
+def test_a_choice_that_is_slow_makes_no_item():
+    of_test = Metafunc([Call("0"), Call("1", SLOW)])
+    assert choice.leave_out(of_test) == {"f::t[0]"}
+    assert [x.id for x in of_test._calls] == ["0"]

@@ -13,6 +13,7 @@ from tests.support import edits
 from tests.support.errors import assert_error
 
 
+@pytest.mark.ci
 def test_each_mutation_fits(tmp_path):
     """It changes the program, and names nothing that is not there: it would be noticed for that."""
     program = functools.cache(lambda text: ast.dump(ast.parse(text)))

@@ -106,4 +106,6 @@ def test_every_stage_runs_in_the_workflow():
 def test_a_stage_that_does_not_exist():
     found = subprocess.run([ROOT / ".ci" / "run", "lnt"], capture_output=True, text=True)
     assert found.returncode == 2
-    assert found.stderr.startswith("No stage is named lnt, expected some of: tests newest slow ")
+    assert found.stderr.startswith(
+        "No stage is named lnt, expected some of: tests as_users newest slow "
+    )

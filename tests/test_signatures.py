@@ -8,6 +8,7 @@ import pytest
 
 import jgrad
 from tests.cases import METHODS
+from tests.support.pages import docstring
 
 PAIRS = [method.__name__ for method in METHODS]
 UPDATES = [name for name in jgrad.__all__ if name.endswith("_update") and "inplace" not in name]
@@ -113,7 +114,7 @@ def test_updates_take_the_same_by_position(name):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_arguments_are_documented_in_their_order(name):
     thing = getattr(jgrad, name)
-    text = inspect.getdoc(thing).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    text = docstring(name, thing).partition("\nArgs:\n")[2].partition("\n\n")[0]
     names = [*inspect.signature(thing).parameters]
     if other := re.match(r"  As `(\w+)`", text):  # which has them all, and documents them
         theirs = inspect.signature(getattr(jgrad, other[1])).parameters

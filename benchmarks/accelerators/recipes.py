@@ -157,6 +157,15 @@ RECIPES = {
         lambda _: jgrad.skip_nonfinite(_clipped(_adamw())),
         lambda: optax.apply_if_finite(_optax_clipped(_optax_adamw()), 5),
     ),
+    "skip(LAMB)": Recipe(
+        lambda known: jgrad.skip_nonfinite(_lamb(known)), models=("large",), forms=("tree",)
+    ),
+    "skip(optax's AdamW)": Recipe(
+        lambda _: jgrad.skip_nonfinite(_optax_adamw()),
+        lambda: optax.apply_if_finite(_optax_adamw(), 5),
+        models=("large",),
+        forms=("tree",),
+    ),
     "skip_spikes(skip(clip + AdamW))": Recipe(
         lambda _: jgrad.skip_spikes(jgrad.skip_nonfinite(_clipped(_adamw()))),
         options={"loss": 1.0},

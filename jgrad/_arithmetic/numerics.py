@@ -132,6 +132,21 @@ def largest_addable(dtype: DTypeLike) -> float:
     return float(2.0 ** (info.maxexp - info.nmant - 3))
 
 
+def largest_update(dtype: DTypeLike) -> float:
+    """The bound of updates that can be added to any parameter; float16 has no room for one."""
+    return largest_addable(dtype) if has_room(dtype) else math.inf
+
+
+def largest_number(dtype: DTypeLike) -> float:
+    """The bound of what saturates; not of float16, in which overflow is looked for instead."""
+    return float(jnp.finfo(dtype).max) if has_room(dtype) else math.inf
+
+
+def has_room(dtype: DTypeLike) -> bool:
+    """Whether any update of a training can be added to any parameter; not in float16."""
+    return bool(jnp.finfo(dtype).maxexp >= 128)
+
+
 def same_direction(a: jax.Array, b: jax.Array) -> jax.Array:
     """Whether a and b have one sign, or, complex, Re(a conj(b)) > 0; False for NaN.
 
@@ -210,6 +225,17 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     if 0 in x.shape:  # eagerly, JAX has no devices for an empty array with explicit axes
         return jnp.array(x, dtype, copy=True)
     zero = jnp.zeros((), x.dtype if dtype is None else dtype)
+    # Without `jit`, a copy of 4 MB takes less time than two programs take to be compiled for a
+    # shape. On a mesh, a program says what has which type.
+    if (
+        not (isinstance(x, jax.core.Tracer) or isinstance(zero, jax.core.Tracer))
+        and x.size <= 2**20
+        and isinstance(x.sharding, jax.sharding.SingleDeviceSharding)
+        and jax.sharding.get_abstract_mesh().empty
+        and x.aval.memory_space == jax.memory.Space.Device
+    ):
+        of_numpy = np.zeros(x.shape, zero.dtype)
+        return jax.device_put(of_numpy, x.sharding if x.committed else None)
     zeros = jnp.where(x == x, zero, zero)
     # As of 0.12, JAX gives a choice between constants their type, whatever chooses.
     is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec

@@ -35,14 +35,16 @@ class EightBits(ChosenForm):
     def array(self, x: Blocks) -> jax.Array:
         return encoding.decoded(x)
 
-    def check(self, arg: ArgLeaves, i: int, x: Any, like: Any, *, real: bool, remedy: str) -> None:
+    def check(
+        self, arg: ArgLeaves, i: int, x: Leaf, like: Leaf, *, real: bool, remedy: str
+    ) -> None:
         if axis_of_words(*x) is not None:
             expected = "expected `offload` around all of `tx`, or codes as `unpack` makes them"
             arg.fail(i, TypeError, f"{checks.describe(x)}, four in a word; {expected}")
         encoding.check(arg, i, x, codec.of_moments(second=real))
 
     def zeros(
-        self, p: Any, like: Any, layout: Any, zeros: Callable[[Any], Any], real: bool
+        self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
     ) -> Blocks:
         x = numerics.zeros_like(p, np.dtype(np.float32))
         return encoding.zeros(x, layout, codec.of_moments(second=real))
@@ -66,7 +68,7 @@ class EightBits(ChosenForm):
         codes = getattr(x.codes, "dtype", type(x.codes).__name__)
         return f"Blocks of {codes} and shape {x.shape if hasattr(x.codes, 'shape') else ()}"
 
-    def is_made_of(self, *parts: Any) -> bool:
+    def is_made_of(self, *parts: Leaf) -> bool:
         is_scale = getattr(parts[1], "dtype", 0) == np.float32
         return is_scale and codec_of(Blocks(*parts)) is not None
 
@@ -87,7 +89,7 @@ class EightBits(ChosenForm):
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
         return words.stored_as(encoding.recoded(array, geometry(like), wanted), like)
 
-    def shardings(self, x: Blocks, of_part: Callable[..., Any]) -> Blocks:
+    def shardings(self, x: Blocks, of_part: Callable[..., Leaf]) -> Blocks:
         array = jax.ShapeDtypeStruct(x.shape, x.dtype)
         codes = of_part(x.codes, of=x, axis=axis_of_words(*x))
         return Blocks(codes, geometry(x).sharding_of_scale(of_part(array)))
@@ -100,10 +102,10 @@ class EightBits(ChosenForm):
     def to_codes(self, x: Blocks) -> Blocks:
         return words.to_codes(x)
 
-    def as_stored(self, x: Blocks, like: Any) -> Blocks:
+    def as_stored(self, x: Blocks, like: Leaf) -> Blocks:
         return words.stored_as(x, like)
 
-    def belong_on_host(self, x: Blocks, is_large: Callable[[Any], bool]) -> list[bool]:
+    def belong_on_host(self, x: Blocks, is_large: Callable[[Leaf], bool]) -> list[bool]:
         return words.belong_on_host(x, is_large)
 
 

@@ -73,7 +73,9 @@ class RowsAndColumns(forms.Form):
     def array_dtype(self, x: Factors) -> Any:
         return x.dtype
 
-    def check(self, arg: ArgLeaves, i: int, x: Any, like: Any, *, real: bool, remedy: str) -> None:
+    def check(
+        self, arg: ArgLeaves, i: int, x: Leaf, like: Leaf, *, real: bool, remedy: str
+    ) -> None:
         if not isinstance(like, Factors):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
         for name, part, of_shape in zip(Factors._fields, x, like, strict=True):
@@ -85,11 +87,11 @@ class RowsAndColumns(forms.Form):
                 arg.fail(i, ValueError, f"{came}; {remedy}")
 
     def zeros(
-        self, p: Any, like: Any, layout: Any, zeros: Callable[[Any], Any], real: bool
+        self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
     ) -> Factors:
         return Factors(*map(zeros, like))
 
-    def is_made_of(self, *parts: Any) -> bool:
+    def is_made_of(self, *parts: Leaf) -> bool:
         """Of one array: where one has an axis, the other one has size 1."""
         shapes = [getattr(x, "shape", ()) for x in parts]
         pairs = [*zip(*shapes, strict=False)]

@@ -1,17 +1,10 @@
 """What a method has to know of its wrappers: is the update kept, and what follows in its kernel.
 
-`skip_nonfinite` could compute an update and choose between new and old arrays afterwards. But then
-both the choice and the step would read each new moment, so XLA would write it to memory. Instead,
-the wrapper passes a `Commit` to the transformations inside (see `told`), and each of jgrad's makes
-the choice itself, before anything reads its new moments. Those of other libraries know nothing of
-it.
-
-A `Commit` lives while a program is traced, and remembers arrays by identity. Arrays are *finite* if
-they are the gradients, or were computed only from such arrays by a transformation that never makes
-anything non-finite. Updates and arrays of a state are *settled* if they are right whatever the
-decision is, which means zero, or the old array, if the update is not committed. The wrapper checks
-all others. If a transformation in between makes other arrays, or another trace, this only costs
-time.
+A wrapper that rejects updates chooses between new and old arrays after the update. Whatever writes
+updates and moments in jgrad is told the decision by a `Commit`, and chooses by itself, before
+anything reads its new arrays: where a norm or a second pass reads them, XLA would otherwise write
+both, and a kernel writes in place. It says which arrays are *settled*, right whatever the decision
+is, so that the wrapper chooses only the others, as those of other libraries.
 
 A kernel computes the whole step of a leaf: it reads the gradient, the weight and the codes once,
 and overwrites weight and codes. Whatever follows the update, such as its addition to the weight,
@@ -38,129 +31,105 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.inputs import Inputs, keeping_update
-from jgrad._trees import checks
 from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import trace_state
 
 
 class Commit:
-    """The decision about one update, and what is known of its arrays.
+    """The decision about one update, told to whatever writes arrays.
+
+    It lives while a program is traced, and remembers arrays by identity. A transformation of
+    another library that makes other arrays, or another trace, only costs time.
 
     Attributes:
-      clips: whether what overflows in a committed update is to become the largest number; False
-        where the gradients may be infinite, which would then go unnoticed.
-      is_left_out: whether gradients that are not committed are left out by what is inside.
+      own: whether the wrapper itself commits the update.
+      clips: whether what overflows in a committed update is to become the largest number.
     """
 
     def __init__(
         self,
-        gradients: PyTree,
-        finite: jax.Array,
-        agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
+        flag: jax.Array,
         outer: "Commit | None" = None,
+        *,
+        clips: bool,
+        judged: Sequence[Any] | None = None,
+        agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
     ) -> None:
-        """Of gradients that are finite where this update is committed.
+        """Of one update.
 
         Args:
-          gradients: see above.
-          finite: whether they are.
-          agreed: makes all devices decide alike.
+          flag: whether the wrapper commits it.
           outer: the decision of a wrapper around; the update is committed if both say so.
+          clips: see above.
+          judged: gradients, if the flag is whether they are finite, which others may know, too.
+          agreed: makes all devices decide alike.
         """
-        self.clips = True
-        self.is_left_out = False
-        self._flag = finite
-        self._agreed = agreed
-        self._outer = outer
-        self._is_joined = outer is None
-        self._is_read = False
-        self._trace = trace_state()
-        self._gradients = _arrays(gradients)
-        self._finite = dict(self._gradients)
-        self._updates: dict[int, Any] = {}
-        self._states: dict[int, tuple[Any, Any]] = {}
-
-    @classmethod
-    def by_loss(cls, gradients: PyTree, accepted: jax.Array, outer: "Commit | None") -> "Commit":
-        """Of a decision that says nothing of the gradients; finite is what `outer` knows to be.
-
-        No norm of the gradients is taken in the place of this flag.
-        """
-        is_known = outer is not None and outer.is_finite(gradients)
-        commit = cls(gradients if is_known else (), accepted, outer=outer)
-        commit.clips, commit._is_read = is_known, True
-        return commit
-
-    def leave_out(self) -> None:
-        """Says that gradients which are not committed are left out of a window, here."""
-        self.is_left_out = True
-        if self._outer is not None:
-            self._outer.leave_out()
+        self.own, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
+        self.clips: bool = clips or (outer is not None and outer.clips)
+        self._joined: jax.Array | None = None
+        self._judged = None if judged is None else {id(g): g for g in judged}
+        # With the arrays, so that no others get their identities.
+        self._settled: dict[int, tuple[Any, Any]] = {}
+        self._heard: dict[int, Any] | None = None
 
     @property
     def flag(self) -> jax.Array:
-        """Whether the update is committed, a bool scalar."""
-        self._is_read = True
-        if self._is_joined or self._outer is None:
-            return self._flag
-        flag = self._flag & self._outer.flag
+        """Whether the update is committed, a bool scalar; by all wrappers around."""
+        self._judged = None  # what is read stays
+        if self._joined is not None or self._outer is None:
+            return self.own if self._joined is None else self._joined
+        flag = self.own & self._outer.flag
         if trace_state() == self._trace:  # otherwise it is a tracer of a branch
-            self._flag, self._is_joined = flag, True
+            self._joined = flag
         return flag
 
-    def is_finite(self, tree: PyTree) -> bool:
-        """Whether each inexact array of the tree is finite if the update is committed."""
-        return _arrays(tree).keys() <= self._finite.keys() | self._updates.keys()
+    def take_finite(self, finite: jax.Array, gradients: Sequence[Any]) -> None:
+        """Says whether gradients are finite, for a transformation that has their norm anyway.
 
-    def add_finite(self, new: PyTree, of: PyTree) -> None:
-        """Says that new arrays are finite if those are of which they are computed."""
-        if self.is_finite(of):
-            self._finite |= _arrays(new)
-
-    def has_settled(self, updates: PyTree) -> bool:
-        """Whether each inexact array is finite, and zero if the update is not committed."""
-        return _arrays(updates).keys() <= self._updates.keys()
-
-    def settle(self, updates: PyTree) -> None:
-        """Says that the updates are settled."""
-        self._updates |= _arrays(updates)
-
-    def settle_moved(self, new: PyTree, of: PyTree) -> None:
-        """Says that new arrays are settled if others are, whose elements they have."""
-        if self.has_settled(of):
-            self.settle(new)
-
-    def has_kept(self, new: Any, old: Any) -> bool:
-        """Whether an array is no inexact one, or finite, and the old one if not committed."""
-        return not checks.is_inexact(new) or self.is_old_or_new(new, old)
-
-    def is_old_or_new(self, new: Any, old: Any) -> bool:
-        """Whether an array is the old one if the update is not committed, of any dtype."""
-        return new is old or self._states.get(id(new), (None, None))[1] is old
-
-    def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
-        """Says that leaves of a state are settled, each in the place of its old one alone."""
-        for pair in zip(new, old, strict=True):
-            if pair[0] is not None:
-                arrays = zip(*map(jax.tree.leaves, pair), strict=True)
-                self._states |= {id(n): (n, o) for n, o in arrays}
-
-    def take_finite(self, finite: jax.Array, tree: PyTree) -> None:
-        """Says whether the arrays are finite, for a transformation that has their norm anyway.
-
-        Taken if all gradients are among them and nothing has read the flag; then what computed the
-        flag before is not in the compiled program.
+        Taken if nothing has read the flag, and all gradients are among these; what computed it
+        before is then not in the program. XLA would not always join the two passes.
         """
         if self._outer is not None:
-            self._outer.take_finite(finite, tree)
-        if not self._is_read and _arrays(tree).keys() >= self._gradients.keys():
-            self._flag = self._agreed(finite)
+            self._outer.take_finite(finite, gradients)
+        if self._judged is not None and self._judged.keys() <= set(map(id, gradients)):
+            self.own = self._agreed(finite)
 
+    def settle(self, updates: PyTree) -> None:
+        """Says that updates are right whatever the decision is."""
+        self._settled |= {id(u): (u, None) for u in jax.tree.leaves(updates)}
+        if self._outer is not None:
+            self._outer.settle(updates)
 
-def _arrays(tree: PyTree) -> dict[int, Any]:
-    """By identity. The arrays are kept, so that no other gets the identity of one."""
-    return {id(x): x for x in jax.tree.leaves(tree) if checks.is_inexact(x)}
+    def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
+        """Says so of leaves of a state, each in the place of its old one alone."""
+        for n, o in zip(new, old, strict=True):
+            if n is not None:
+                pairs = zip(jax.tree.leaves(n), jax.tree.leaves(o), strict=True)
+                self._settled |= {id(x): (x, before) for x, before in pairs}
+        if self._outer is not None:
+            self._outer.keep(new, old)
+
+    def has_settled(self, new: Any, old: Any = None) -> bool:
+        """Whether an array is right whatever the decision is, in the place of an old one."""
+        found = self._settled.get(id(new))
+        return found is not None and found[1] is old
+
+    def leave_out(self, gradients: Sequence[Any]) -> None:
+        """Says that these are left out of a window, here, if they are not committed."""
+        sources = [origin(g).arrays[0] for g in gradients if g is not None]
+        self._heard = (self._heard or {}) | {id(x): x for x in sources}
+        if self._outer is not None:
+            self._outer.leave_out(gradients)
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether something inside leaves out gradients that are not committed."""
+        return self._heard is not None
+
+    def is_left_out(self, gradient: Any) -> bool:
+        """Whether this one is left out of a window if it is not committed."""
+        return id(origin(gradient).arrays[0]) in (self._heard or {})
 
 
 # ---- what precedes -------------------------------------------------------------------------------

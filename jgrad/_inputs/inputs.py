@@ -126,7 +126,7 @@ class Inputs(Parameters):
 
     Attributes:
       w: parameters, or `None` if they were not given.
-      commit: the decision of a wrapper around, if it is one about these gradients.
+      commit: the decision of a wrapper around.
       notes, undecayed, then: see `Told`.
     """
 
@@ -140,8 +140,6 @@ class Inputs(Parameters):
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
         self.commit = around.commit
-        if self.commit is not None and self.commit.clips and not self.commit.is_finite(updates):
-            self.commit = None  # it clips overflow, but only for gradients that it knows
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
@@ -175,19 +173,19 @@ class Inputs(Parameters):
                     else None
                     for u, p in zip(values, self.reference.leaves, strict=True)
                 ]
-            )  # zeros of integers are never settled, and need not be
+            )
             leaves = [u if x is None else x for x, u in zip(kept, leaves, strict=True)]
         leaves = list(map(_or_zeros, leaves, self.reference.leaves))
         updates = cast_back(leaves, self.reference.leaves)
         if self.commit is not None:
-            self.commit.settle([u for u in updates if checks.is_inexact(u) and _has_room(u.dtype)])
+            self.commit.settle(updates)
         return self._structure.unflatten(updates)
 
     def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
         """New arrays of a wrapper's state as they are stored; old ones if it is not committed.
 
-        Call it before the new arrays are read elsewhere; otherwise XLA writes them twice. Arrays
-        that skip this call are checked again by `skip_nonfinite`. Moments go by `Moment.write`.
+        Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
+        `skip_nonfinite` then chooses afterwards. Moments go by `Moment.write`.
         """
         others = [None if isinstance(x, Finished) else x for x in new]
         check_form(self.function, others, old)
@@ -292,15 +290,10 @@ def _or_zeros(x: Any, p: Any) -> Any:
     return numerics.zeros_like(p) if x is None and p is not None else x
 
 
-def _has_room(dtype: np.dtype) -> bool:
-    """Whether any update of a training can be added to any parameter; not in float16."""
-    return bool(jnp.finfo(dtype).maxexp >= 128)
-
-
 @functools.cache  # one function object for each dtype, so that JAX's caches find it again
 def keeping_update(dtype: np.dtype, clips: bool) -> Function:
     """`rules.kept_update` for parameters of a dtype."""
-    largest = numerics.largest_addable(dtype) if clips and _has_room(dtype) else math.inf
+    largest = numerics.largest_update(dtype) if clips else math.inf
     return functools.partial(rules.kept_update, largest=largest)
 
 

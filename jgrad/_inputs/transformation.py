@@ -305,7 +305,6 @@ def transformation(
     params_for: str | None = None,
     more: MoreFields | None = None,
     state_type: Any = OptState,
-    stays_finite: bool = True,
 ) -> Transformation:
     """An optimizer with the state `OptState(step, mw, vw)`, or with one that has other fields.
 
@@ -319,8 +318,6 @@ def transformation(
       more: what the state has beside.
       state_type: of the state, with fields for step, moments and what it has beside; an `OptState`
         is taken for one of a subtype.
-      stays_finite: whether it makes nothing non-finite of finite gradients; else wrappers that skip
-        steps look at its results, as they do at those of other libraries.
     """
     moments = moments.checked(name)
     kind: Any = OptState if issubclass(state_type, OptState) else state_type
@@ -338,10 +335,7 @@ def transformation(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
     ) -> tuple[PyTree, Any]:
-        around = told()
-        inputs = Inputs(
-            name, updates, params, around if stays_finite else around._replace(commit=None)
-        )
+        inputs = Inputs(name, updates, params, told())
         if params_for is not None:
             inputs.require_params(params_for)
         of_moments = shapes(inputs)

@@ -450,7 +450,7 @@ def scale_by_trust_ratio(
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        inputs = Inputs(name, updates, params, told()._replace(commit=None))
+        inputs = Inputs(name, updates, params, told())
         w = inputs.require_params("the trust ratio")
         directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
         scaled_directions = scaled_by_trust_ratio(

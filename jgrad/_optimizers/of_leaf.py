@@ -78,8 +78,8 @@ def optimizer_of_leaf(
         is 1 - beta, and `correction`, which is 1 - beta^step, each rounded separately. `step` is
         not an option but the number of this update, counting from 1. The function returns the
         direction or, if it has moments, a tuple of the direction and each new moment.
-      stays_finite: True promises that the function never turns finite inputs into NaN.
-        `skip_nonfinite` then saves the cost of checking its results, so a NaN would go unnoticed.
+      stays_finite: has no effect any more: `skip_nonfinite` checks results of any transformation
+        only if you ask for it by `check_results=True`.
 
     Returns:
       A factory `(learning_rate, *, ...)` with the name of the function. Its options are your
@@ -156,7 +156,7 @@ def optimizer_of_leaf(
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
         form = given.moments()
         compute = _compute(given, method, moments, own)
-        return transformation(name, compute, has=moments, moments=form, stays_finite=stays_finite)
+        return transformation(name, compute, has=moments, moments=form)
 
     functools.update_wrapper(factory, function)
     factory.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads

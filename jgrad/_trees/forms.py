@@ -39,11 +39,11 @@ class Form:
 
     # ---- in an update
 
-    def array(self, x: Any) -> Any:
+    def array(self, x: Leaf) -> jax.Array:
         """The array for which it stands."""
         raise NotImplementedError
 
-    def check(self, arg: Any, i: int, x: Any, like: Any, *, real: bool, remedy: str) -> None:
+    def check(self, arg: Any, i: int, x: Leaf, like: Leaf, *, real: bool, remedy: str) -> None:
         """An error where leaf `i` of a state is not as an update needs it.
 
         Args:
@@ -56,7 +56,9 @@ class Form:
         """
         raise NotImplementedError
 
-    def zeros(self, p: Any, like: Any, layout: Any, zeros: Callable[[Any], Any], real: bool) -> Any:
+    def zeros(
+        self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
+    ) -> Any:
         """Zeros of a moment.
 
         Args:
@@ -68,11 +70,11 @@ class Form:
         """
         raise NotImplementedError
 
-    def write(self, moment: Any, rule: Any, args: tuple[Any, ...]) -> Any:
+    def write(self, moment: Any, rule: Any, args: tuple[Leaf, ...]) -> jax.Array:
         """What `LeafMoment.write` returns; what is stored becomes `moment.new`."""
         raise NotImplementedError
 
-    def kernels(self, x: Any) -> Any:
+    def kernels(self, x: Leaf) -> Any:
         """What makes the step of a leaf one operation on accelerators; None for ordinary steps."""
         return None
 
@@ -91,30 +93,30 @@ class Form:
 
     # ---- in states
 
-    def array_dtype(self, x: Any) -> Any:
+    def array_dtype(self, x: Leaf) -> Any:
         """The dtype of `array(x)`."""
         return np.dtype(np.float32)
 
-    def describe(self, x: Any) -> str:
+    def describe(self, x: Leaf) -> str:
         """What came, in a few words."""
         return f"{self.kind.__name__} of {x.dtype} and shape {x.shape}"
 
-    def is_made_of(self, *parts: Any) -> bool:
+    def is_made_of(self, *parts: Leaf) -> bool:
         """Whether such arrays, restored from a file under the names of the parts, are one."""
         raise NotImplementedError
 
-    def check_stored(self, arg: Any, i: int, x: Any) -> None:
+    def check_stored(self, arg: Any, i: int, x: Leaf) -> None:
         """An error where leaf `i` of a state is none that can be read."""
 
-    def form_of(self, x: Any) -> tuple[Any, ...]:
+    def form_of(self, x: Leaf) -> tuple[Any, ...]:
         """What equal ones have in common, of which the first is as accounts call it."""
         return (self.words, *((part.shape, part.dtype) for part in x))
 
-    def made_of(self, arg: Any, i: int, like: Any, x: Leaf) -> Any:
+    def made_of(self, arg: Any, i: int, like: Leaf, x: Leaf) -> Leaf:
         """Leaf `i`, an array or in any form, in the form and the parts of another one."""
         raise NotImplementedError
 
-    def shardings(self, x: Any, of_part: Callable[..., Any]) -> Any:
+    def shardings(self, x: Leaf, of_part: Callable[..., Leaf]) -> Leaf:
         """Its shardings, by parts.
 
         Args:
@@ -126,19 +128,19 @@ class Form:
 
     # ---- in host memory
 
-    def to_words(self, x: Any) -> Any:
+    def to_words(self, x: Leaf) -> Leaf:
         """As it lies in host memory."""
         return x
 
-    def to_codes(self, x: Any) -> Any:
+    def to_codes(self, x: Leaf) -> Leaf:
         """As an update reads it."""
         return x
 
-    def as_stored(self, x: Any, like: Any) -> Any:
+    def as_stored(self, x: Leaf, like: Leaf) -> Leaf:
         """As another one lies."""
         return x
 
-    def belong_on_host(self, x: Any, is_large: Callable[[Any], bool]) -> list[bool]:
+    def belong_on_host(self, x: Leaf, is_large: Callable[[Leaf], bool]) -> list[bool]:
         """Which of its arrays do."""
         return list(map(is_large, jax.tree.leaves(x)))
 
@@ -168,12 +170,12 @@ def boxed_by(boxes: Any) -> None:
     _BOXES[:] = [boxes]
 
 
-def of(x: Any) -> Form | None:
+def of(x: Leaf) -> Form | None:
     """The form of a leaf; None for an array, or what else is none."""
     return BY_KIND.get(type(x))
 
 
-def known(x: Any) -> Form:
+def known(x: Leaf) -> Form:
     """That of a leaf which is in one."""
     return BY_KIND[type(x)]
 
@@ -193,13 +195,13 @@ def makers() -> list[tuple[Any, Callable[..., bool]]]:
     return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 
 
-def of_method(x: Any) -> bool:
+def of_method(x: Leaf) -> bool:
     """Whether a leaf is in a form that a method chose, and no user."""
     form = of(x)
     return form is not None and not form.name
 
 
-def some(leaves: Sequence[Any]) -> bool:
+def some(leaves: Sequence[Leaf]) -> bool:
     """Whether one of them is in a form."""
     return not BY_KIND.keys().isdisjoint(map(type, leaves))
 
@@ -212,14 +214,14 @@ def random(step: jax.Array) -> Any:
 # ---- in trees ----------------------------------------------------------------------------------
 
 
-def is_one(x: Any) -> bool:
+def is_one(x: Leaf) -> bool:
     """Whether a leaf is in a form."""
     return type(x) in BY_KIND
 
 
-def map_forms(f: Callable[[Form, Any], Any], tree: PyTree) -> PyTree:
+def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
-    leaves: list[Any]
+    leaves: list[Leaf]
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
     if not some(leaves):
@@ -251,7 +253,7 @@ def to_codes(tree: PyTree) -> PyTree:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree, each leaf as the one of another tree lies."""
-    leaves: list[Any]
+    leaves: list[Leaf]
     structure: Any
     leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
     pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
@@ -260,7 +262,7 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
     )
 
 
-def belong_on_host(tree: PyTree, is_large: Callable[[Any], bool]) -> list[bool]:
+def belong_on_host(tree: PyTree, is_large: Callable[[Leaf], bool]) -> list[bool]:
     """Which arrays do."""
     found: list[bool] = []
     for x in jax.tree.leaves(tree, is_leaf=is_one):

@@ -90,11 +90,6 @@ class Told(NamedTuple):
     stacks: Mapping[Any, Stack] = MappingProxyType({})
     directions: list[tuple[str, Any]] | None = None
 
-    @property
-    def commits(self) -> list[Any]:
-        """Everything that has to know which arrays are finite or settled."""
-        return [x for x in (self.commit, self.windows) if x is not None]
-
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
         if self.finite is None or given is None:

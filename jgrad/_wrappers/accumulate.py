@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Generic, Literal, NamedTuple, overload
 
 import jax
@@ -31,9 +30,6 @@ _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
 Every = Count | Schedule
 Leaves = list[Any]
-# For the leaves of the updates, and of the state inside: whether a wrapper around can take them
-# whatever it decides.
-Settled = tuple[list[bool], list[bool]]
 
 
 class _OfWindow:
@@ -288,11 +284,11 @@ def accumulate(
         checks.flag(_NAME, "emit", emit)
         checks.flag(_NAME, "finite", finite)
         around = told()
-        finite = around.finite_with(finite)
         # Collectives inside `tx` wait for all devices, so all have to take the same branch.
         devices = _sharded_over(inputs, state.inner, mesh_axes)
-        emit, finite = decisions.agreed(emit, devices), decisions.agreed(finite, devices)
-        use, outer = _use(inputs, updates, finite, around.windows, check_finite, devices)
+        emit = decisions.agreed(emit, devices)
+        finite = decisions.agreed(around.finite_with(finite), devices)
+        use = _use(inputs, updates, finite, check_finite, devices)
         if weighted:
             weight, use = _summed(weight, use, inputs, devices)
         before = state
@@ -302,12 +298,13 @@ def accumulate(
             emit = state.mini_step + 1 >= _length(every, state.inner)
         window = _Window(inputs, state, use, weight, emit, mean)
         if isinstance(emit, (bool, np.bool_)) and not emit:
-            steps, total, inner, settled = inputs.zeros(), window.total(), state.inner, None
+            steps, total, inner = inputs.zeros(), window.total(), state.inner
         else:
-            call = state.inner, params, outer, extra_args
-            steps, total, inner, settled = _branches(window, tx, *call)
+            steps, total, inner = _branches(window, tx, state.inner, params, extra_args)
         new = window.next_state(kind, total, inner)
-        _tell(outer, steps, new, before, settled)
+        if around.windows is not None:
+            around.windows.settle(steps)
+            around.windows.keep(*map(jax.tree.leaves, (new, before)))
         return steps, new
 
     return pair(init, update, _NAME, kind)
@@ -329,23 +326,19 @@ def _use(
     inputs: Inputs,
     updates: PyTree,
     finite: Flag | None,
-    outer: Commit | None,
     check_finite: bool,
     devices: tuple[str, ...],
-) -> tuple[Flag, Commit | None]:
-    """Whether to add the gradients; and the decision of an outer wrapper, if it is about them."""
-    accepted: Flag = True
-    if outer is not None:
-        outer.leave_out()
-        if not outer.is_finite(updates):
-            # It says nothing about these gradients, unless they are left out in any case.
-            accepted = True if outer.clips else decisions.agreed(outer.flag, devices)
-            outer = None
-    if finite is None and outer is not None:
-        finite = outer.flag
-    elif finite is None:
+) -> Flag:
+    """Whether to add the gradients."""
+    around = told()
+    if finite is None:
         finite = decisions.all_finite(inputs.g, devices) if check_finite else True
-    return (finite if accepted is True else finite & accepted), outer
+    if around.windows is None:
+        return finite
+    around.windows.leave_out(trees.flatten(updates)[0])
+    if around.windows.flag is around.finite:
+        return finite
+    return finite & decisions.agreed(around.windows.flag, devices)
 
 
 def _summed(
@@ -454,15 +447,16 @@ def _branches(
     tx: optax.GradientTransformationExtraArgs,
     state: PyTree,
     params: PyTree,
-    outer: Commit | None,
     extra_args: dict[str, Any],
-) -> tuple[PyTree, Leaves, PyTree, Settled | None]:
-    """Updates, sums and the state of `tx` where the window may close; and what `tx` has settled.
+) -> tuple[PyTree, Leaves, PyTree]:
+    """Updates, sums and the state of `tx` where the window may close.
 
     One array for each leaf goes through two branches, in the place of the sum. If the window closes
     it becomes the mean, and then the step; else it stays as it is, and the pass that applies the
     updates adds the gradient. Then nothing is written elsewhere.
     """
+    around = told().windows
+    clips = around is not None and around.clips
     inputs, sums, close = window.inputs, window.sums, window.close
     fits = list(map(_fits, inputs.reference.leaves, sums))
     divided = sums
@@ -481,23 +475,18 @@ def _branches(
         rounded = x.astype(g.dtype)
         return rounded if window.mean else numerics.saturated(rounded, x)
 
-    def run() -> tuple[tuple[Leaves, PyTree], Settled | None]:
+    def run() -> tuple[tuple[Leaves, PyTree], None]:
         means = divided if window.has_sum else window.means()
         gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
-        # Means of finite gradients are finite, so a window is always committed.
-        commit = None if outer is None else Commit(gradients, jnp.asarray(True))
-        with telling(commit=commit, windows=commit):
+        # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
+        commit = Commit(jnp.asarray(close), clips=True) if clips else None
+        with telling(commit=commit):
             steps, new = tx.update(gradients, state, params, **extra_args)
-        if commit is None or not commit.has_settled(steps):
-            steps = inputs.directions(trees.flatten(steps)[0])
-        new = decisions.choose(True, new, state)
-        settled = None
-        if commit is not None:
-            states = map(jax.tree.leaves, (new, state))
-            of_steps = list(map(commit.has_settled, jax.tree.leaves(steps)))
-            settled = of_steps, list(map(commit.has_kept, *states))
+        steps = inputs.directions(trees.flatten(steps)[0])
+        both = (steps, new), (inputs.zeros(), state)
+        steps, new = decisions.decided(True, *both, commit, clips=clips)
         stored = zip(trees.flatten(steps)[0], sums, fits, strict=True)
-        return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), settled
+        return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), None
 
     def hold() -> tuple[Leaves, PyTree]:
         stored = zip(divided, sums, inputs.reference.leaves, fits, strict=True)
@@ -506,7 +495,7 @@ def _branches(
             for x, old, p, fit in stored
         ], state
 
-    (held, new), settled = decisions.noted_branch(close, run, hold)
+    (held, new), _ = decisions.noted_branch(close, run, hold)
     is_open = jnp.logical_not(close)
     moved = [
         (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))
@@ -514,21 +503,7 @@ def _branches(
     ]
     steps = inputs.directions(leafwise.run(moved))
     stored = zip(held, sums, fits, strict=True)
-    return steps, window.next_total([x if fit else o for x, o, fit in stored]), new, settled
-
-
-def _tell(
-    outer: Commit | None, steps: PyTree, new: PyTree, old: PyTree, settled: Settled | None
-) -> None:
-    """Tells an outer wrapper what is right whatever it decides: everything, if `tx` did not run."""
-    if outer is None:
-        return
-    of_steps, of_inner = settled or (itertools.repeat(True), itertools.repeat(True))
-    outer.settle(list(itertools.compress(jax.tree.leaves(steps), of_steps)))
-    states = zip(jax.tree.leaves(new.inner), jax.tree.leaves(old.inner), strict=True)
-    for n, o in itertools.compress(states, of_inner):
-        outer.keep([n], [o])
-    outer.keep(jax.tree.leaves((new.total, new[5:])), jax.tree.leaves((old.total, old[5:])))
+    return steps, window.next_total([x if fit else o for x, o, fit in stored]), new
 
 
 def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:

@@ -11,7 +11,7 @@ import optax
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import Commit, made_of, narrow
+from jgrad._inputs.around import made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
@@ -128,8 +128,6 @@ def clip_by_global_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        around = told()
-        commit = around.commit
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
@@ -137,32 +135,26 @@ def clip_by_global_norm(
         bound = norm
         if of == "previous":
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
-            state = ClipState(_last_finite(norm, state.norm, commit))
+            state = ClipState(_last_finite(norm, state.norm))
         factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
         leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
         for x, new in zip(inexact, leaves, strict=True):
             if x is not None:
                 made_of(new, clipped, x, *factors)
+        around = told()
         note(around.notes, "clip_factor", factors[0] * factors[1])
-        if commit is not None:
+        if around.commit is not None:
             # A norm is finite if all elements are: its mantissa does not overflow.
-            commit.take_finite(jnp.isfinite(norm.mantissa), updates)
-        for commit in around.commits:
-            commit.add_finite(leaves, of=updates)
+            around.commit.take_finite(jnp.isfinite(norm.mantissa), trees.flatten(updates)[0])
         return trees.flatten(updates)[1].unflatten(leaves), state
 
     return pair(init, update, name, ClipState if of == "previous" else None)
 
 
-def _last_finite(norm: norms.ScaledNorm, old: jax.Array, commit: Commit | None) -> jax.Array:
+def _last_finite(norm: norms.ScaledNorm, old: jax.Array) -> jax.Array:
     """The norm to compare the next updates with."""
-    use = jnp.isfinite(norm.mantissa)
-    if commit is not None:
-        use = use & commit.flag
-    new = jnp.where(use, numerics.saturating_float32(norm.value()), old)
-    if commit is not None:
-        commit.keep([new], [old])
-    return new
+    new = numerics.saturating_float32(norm.value())
+    return jnp.where(jnp.isfinite(norm.mantissa), new, old)
 
 
 def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:

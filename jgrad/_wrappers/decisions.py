@@ -3,6 +3,7 @@
 Inside `shard_map`, the chosen arrays vary along the mesh axes along which the decision varies.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -11,8 +12,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jgrad._arithmetic import leafwise
+from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
+from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
@@ -288,21 +290,62 @@ def noted_branch(
     return arrays, static
 
 
+def decided(
+    use: Flag,
+    new: tuple[PyTree, PyTree],
+    old: tuple[PyTree, PyTree],
+    commit: Commit | None,
+    *,
+    clips: bool,
+) -> tuple[PyTree, PyTree]:
+    """Updates and a state: the new ones, or zeros and the old one.
+
+    Args:
+      use: the decision.
+      new: what was computed.
+      old: the others.
+      commit: the same decision, as it was told inwards; what it has settled is taken as it is.
+      clips: whether what overflows becomes the largest number.
+    """
+    (updates, state), (zeros, before) = new, old
+    return (
+        choose(use, updates, zeros, commit, clips=clips, are_updates=True),
+        choose(use, state, before, commit, clips=clips),
+    )
+
+
 def choose(
     use_new: Flag,
     new: PyTree,
     old: PyTree,
-    is_settled: Callable[[jax.Array, jax.Array], bool] | None = None,
+    commit: Commit | None = None,
+    *,
+    clips: bool = False,
+    are_updates: bool = False,
 ) -> PyTree:
-    """`new` or `old`; always `new` if it is settled, as asked of both.
+    """`new` or `old`, in the dtypes of `old`, which some transformations change.
 
-    In the dtypes of `old`, which some transformations change.
+    `are_updates` says that `old` are zeros; the others are as in `decided`.
     """
+    largest = numerics.largest_update if are_updates else numerics.largest_number
 
-    def choice(n: jax.Array, o: jax.Array) -> jax.Array:
-        typed = n.astype(o.dtype) if checks.is_numeric(o) else n
-        if n is o or use_new is True or (is_settled is not None and is_settled(n, o)):
-            return typed
-        return jnp.where(use_new, typed, o)
+    def choice(n: Any, o: Any) -> Call:
+        place = None if are_updates else o
+        if n is o or (commit is not None and commit.has_settled(n, place)):
+            return leafwise.identity, (n,)
+        if not checks.is_numeric(o):  # as keys of random bits are not
+            return leafwise.identity, (n if use_new is True else jnp.where(use_new, n, o),)
+        bound = largest(o.dtype) if clips and checks.is_inexact(o) else math.inf
+        use = () if use_new is True else (use_new,)
+        return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 
-    return jax.tree.map(choice, new, old)
+    structure: Any = jax.tree.structure(new)
+    of_old = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
+    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), of_old))))
+
+
+def _choice(new: jax.Array, old: jax.Array, *use: jax.Array, largest: float) -> jax.Array:
+    new = new.astype(old.dtype)
+    if largest < math.inf:
+        new = jnp.where(jnp.isfinite(old), numerics.clipped(new, largest), new)
+    return jnp.where(use[0], new, old) if use else new

@@ -116,7 +116,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, places_of(inputs, None), inputs.then)
-        steps, inner = inputs.hand_over(tx, wide, state.inner, master, stay_finite=True, then=then)
+        steps, inner = inputs.hand_over(tx, wide, state.inner, master, then=then)
         new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
         directions: list[Any] = trees.flatten(steps)[0]
         for i, (u, p) in enumerate(zip(directions, inputs.reference.leaves, strict=True)):

@@ -97,8 +97,8 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
         if _fit(layout, g):
             w = None if params is None else packing.fill(layout, leaves)
             packed = packing.fill(layout, g)
-            steps, new = inputs.hand_over(tx, packed, state, w, stay_finite=True)
-            steps = inputs.moved(packing.unpack(steps), of=steps)
+            steps, new = inputs.hand_over(tx, packed, state, w)
+            steps = packing.unpack(steps)
         else:
             g, w = (layout.structure.unflatten(x) for x in (g, leaves))
             w = None if params is None else w

@@ -1,18 +1,17 @@
-"""Skips steps that would make something non-finite, with loss scaling for float16."""
+"""Skips steps whose gradients are not finite, with loss scaling for float16."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import rules
+from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import Commit, made_of, origin
+from jgrad._inputs.around import made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
@@ -21,8 +20,8 @@ from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._wrappers import clip, decisions, inside, parameters
-from jgrad._wrappers.decisions import all_finite, stays_finite
-from jgrad._wrappers.hand_over import RejectingInputs, rejected
+from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
+from jgrad._wrappers.hand_over import RejectingInputs, Tried, beside_windows, rejected
 from jgrad._wrappers.inside import LOSS_SCALE
 
 _NAME = "skip_nonfinite"
@@ -68,11 +67,12 @@ def skip_nonfinite(
     growth_interval: Count = 2000,
     mesh_axes: MeshAxes = None,
     branch: bool = False,
+    check_results: bool | None = None,
 ) -> Transformation[SkipState[Inner]]:
-    """Skips every step that would make the parameters or the state non-finite.
+    """Skips every step whose gradients are not finite.
 
         step     = tx(g / loss_scale)
-        updates  = step if g and step are finite, and the new state and w + step stay so, else 0
+        updates  = step, and the state inside is the new one, if g is finite; else 0 and the old one
         skipped' = skipped, or skipped + 1
 
     `loss_scale` turns on dynamic loss scaling: multiply the loss, in float32, by `state.loss_scale`
@@ -80,15 +80,16 @@ def skip_nonfinite(
     after `growth_interval` finite steps in a row, up to 2^125. `tx` gets unscaled gradients in
     float32 or wider, so put clipping inside.
 
-    jgrad's own transformations never turn finite gradients into something non-finite: they work in
-    float32 or wider, saturate, and clip updates to 2^102 (2^118 for bfloat16), which can be added
-    to any parameter. For these it is enough to check the gradients, or their norm if
-    `clip_by_global_norm` computes it. With other transformations, and with float16 parameters,
-    which overflow at 65504, the results are checked as well, which reads every new array once more.
+    It is enough to check the gradients, because finite ones make nothing non-finite in jgrad's own
+    transformations: they work in float32 or wider, saturate, and clip updates to 2^102 (2^118 for
+    bfloat16), which can be added to any parameter. Results of other libraries saturate in the same
+    way, but a NaN that they make of finite gradients would go unnoticed: `check_results=True` looks
+    for it, and skips what overflows as well. Float16 overflows at 65504, so results in float16, and
+    the parameters that they lead to, are always checked.
 
     With an `accumulate` inside, a non-finite mini-batch is left out of its window, and the window
-    continues and closes as usual. If the update of a window is non-finite, the whole window is
-    dropped.
+    continues and closes as usual. If the update of a window is found to be non-finite, the whole
+    window is dropped.
 
     Args:
       tx: any transformation.
@@ -96,18 +97,19 @@ def skip_nonfinite(
       growth_interval: number of finite steps after which the scale doubles, at least 1.
       mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
         `lars`, so that all devices skip the same steps.
-      branch: True checks the gradients only and runs `tx` in a branch, as `optax.apply_if_finite`
-        does. Use it with transformations of other libraries that never turn finite gradients into
-        something non-finite. It reads the least memory, but on accelerators the branch has to wait
-        for the decision.
+      branch: True runs `tx` in a branch, as `optax.apply_if_finite` does, and checks no results. On
+        accelerators, the branch has to wait for the decision.
+      check_results: True also skips a step if an update is non-finite, or if parameters or state
+        would become so, which reads all of these once more; False checks gradients alone; None
+        checks results in float16.
 
     Returns:
       A transformation with state `SkipState(skipped, inner, streak, loss_scale)`.
 
     Raises:
-      ValueError: a Python number is out of range, or `growth_interval` is given without
-        `loss_scale`; from `init`, another loss scale is inside; from `update`, under `jit`,
-        clipping comes before the loss scale.
+      ValueError: a Python number is out of range, `growth_interval` is given without `loss_scale`,
+        or `check_results` with `branch`; from `init`, another loss scale is inside; from `update`,
+        under `jit`, clipping comes before the loss scale.
       TypeError: an option has the wrong type.
 
     Example:
@@ -125,6 +127,10 @@ def skip_nonfinite(
     read_mesh_axes(_NAME, mesh_axes)
     checks.count(_NAME, "growth_interval", growth_interval)
     checks.boolean(_NAME, "branch", branch)
+    if check_results is not None:
+        checks.boolean(_NAME, "check_results", check_results)
+    if branch and check_results:
+        raise ValueError(f"{_NAME}: `check_results`: True, expected None or False with `branch`.")
     if loss_scale is not None:
         _check_scale(loss_scale)
 
@@ -140,15 +146,18 @@ def skip_nonfinite(
     ) -> tuple[PyTree, SkipState]:
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
-        unscaled = updates
+        unscaled, leaves = updates, inputs.g
         if loss_scale is not None:
             _check_unclipped(inputs)
-            divided = apply(rules.divide, inputs.g, state.loss_scale)
-            for x, g in zip(divided, inputs.g, strict=True):
+            leaves = apply(rules.divide, inputs.g, state.loss_scale)
+            for x, g in zip(leaves, inputs.g, strict=True):
                 made_of(x, rules.divide, g, state.loss_scale)
-            unscaled = inputs.gradients(divided)
-        take = _in_branch if branch else _committed
-        finite, steps, inner = take(inputs, tx, unscaled, sharded_over)
+            unscaled = inputs.gradients(leaves)
+        finite = all_finite(leaves, sharded_over)
+        if inputs.finite is not None:
+            finite &= inputs.finite
+        call = inputs, tx, unscaled, finite, sharded_over
+        finite, steps, inner = _in_branch(*call) if branch else _committed(*call, check_results)
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         streak = jnp.where(finite, optax.safe_increment(state.streak), 0)
         scale = state.loss_scale
@@ -156,9 +165,7 @@ def skip_nonfinite(
             scale, streak = _next_scale(scale, streak, finite, growth_interval)
         old = state.skipped, state.streak, state.loss_scale
         skipped, streak, scale = inputs.counted((skipped, streak, scale), old)
-        new = SkipState(skipped, inner, streak, scale)
-        inputs.tell(steps, new, state, of=None, are_finite=not branch)
-        return steps, new
+        return steps, SkipState(skipped, inner, streak, scale)
 
     return pair(init, update, _NAME, SkipState)
 
@@ -183,12 +190,12 @@ def _in_branch(
     inputs: RejectingInputs,
     tx: optax.GradientTransformationExtraArgs,
     gradients: PyTree,
+    finite: jax.Array,
     mesh_axes: tuple[str, ...],
 ) -> tuple[jax.Array, PyTree, PyTree]:
-    """Whether gradients are finite; the update and the new state in a branch, else the old one."""
+    """Whether it is taken; the update and the new state in a branch, else the old one."""
     if inputs.leaves_out:
         raise ValueError(f"{_NAME}: `branch`: True, expected False around `accumulate`.")
-    finite = all_finite(inputs.g, mesh_axes)
     if inputs.outer is not None:
         finite = decisions.agreed(finite & inputs.outer.flag, mesh_axes)
     old = inputs.state
@@ -206,46 +213,67 @@ def _committed(
     inputs: RejectingInputs,
     tx: optax.GradientTransformationExtraArgs,
     gradients: PyTree,
+    finite: jax.Array,
     mesh_axes: tuple[str, ...],
+    check_results: bool | None,
 ) -> tuple[jax.Array, PyTree, PyTree]:
     """Whether the step is finite; and then it and the new state, else zeros and the old state.
 
-    Only what is not settled is looked at. If something inside leaves out gradients that are not
-    finite, a call with such gradients is taken, too, as long as its results are finite.
+    If something inside leaves out gradients that are not finite, a call with such gradients is
+    taken, too, as long as nothing beside it saw them.
     """
-    finite = all_finite(inputs.g, mesh_axes)
-    if inputs.finite is not None:
-        finite &= inputs.finite
-    agreed = functools.partial(decisions.agreed, mesh_axes=mesh_axes)
-    commit = Commit(gradients, finite, agreed, inputs.outer)
-    steps, new = inputs.try_it(tx, commit, gradients, commit.flag if inputs.leaves_out else None)
-    unknown = [None if commit.has_settled(u) else u for u in trees.flatten(steps)[0]]
-    states = zip(jax.tree.leaves(new), jax.tree.leaves(inputs.state), strict=True)
-    changed = [(n, o) for n, o in states if not commit.has_kept(n, o)]
-    works: Any = True
-    if changed or jax.tree.leaves(unknown):
-        works = _works(inputs, unknown, changed, mesh_axes)
-    finite = commit.flag & works
-    use, old = finite, inputs.state
-    if inputs.leaves_out:
-        use, old = works, rejected(old, new, commit.flag)
-    return finite, *inputs.chosen(commit, use, (steps, new), old, settles=works is True)
+    clips = check_results is not True
+    new = inputs.tried(tx, gradients, finite, clips=clips, judged_on=mesh_axes)
+    works = _works(inputs, new, check_results, mesh_axes)
+    use: Flag = new.commit.flag & works
+    old = inputs.state
+    if new.commit.is_heard:
+        works &= _is_seen_nowhere_else(inputs, new, gradients, mesh_axes)
+        use, old = works, old if works is True else rejected(old, new.results[1], new.commit.flag)
+    # What was told inwards is this decision, unless something was found since.
+    commit = new.commit if works is True else None
+    results = decisions.decided(use, new.results, (inputs.zeros(), old), commit, clips=clips)
+    return new.commit.own & works, *results
 
 
 def _works(
-    inputs: Inputs,
-    steps: list[jax.Array | None],
-    states: list[tuple[jax.Array, jax.Array]],
-    mesh_axes: tuple[str, ...],
-) -> jax.Array:
-    """Whether steps are finite, and states and parameters stay so; settled steps are None."""
+    inputs: RejectingInputs, new: Tried, check_results: bool | None, mesh_axes: tuple[str, ...]
+) -> Flag:
+    """Whether results are finite, and parameters stay so, as far as they are looked at."""
+
+    def is_looked_at(x: Any) -> bool:
+        is_float16 = checks.is_inexact(x) and not numerics.has_room(x.dtype)
+        return is_float16 if check_results is None else check_results
+
+    both = zip(jax.tree.leaves(new.results[1]), jax.tree.leaves(inputs.state), strict=True)
+    states = [(n, o) for n, o in both if n is not o and is_looked_at(n)]
+    steps = [u if is_looked_at(u) else None for u in trees.flatten(new.results[0])[0]]
+    works: Flag = True
+    if states:
+        works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
+    if jax.tree.leaves(steps):
+        works &= all_finite(steps, mesh_axes)
+        if inputs.w is not None:
+            stepped = zip(steps, inputs.reference.leaves, strict=True)
+            params = [None if u is None else p for u, p in stepped]
+            works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
+    return works
+
+
+def _is_seen_nowhere_else(
+    inputs: RejectingInputs, new: Tried, gradients: PyTree, mesh_axes: tuple[str, ...]
+) -> Flag:
+    """Whether gradients that windows leave out did not spoil what is beside these."""
+    updates, state = new.results
+    leaves = zip(trees.flatten(gradients)[0], trees.flatten(updates)[0], strict=True)
+    steps = [u for g, u in leaves if checks.is_inexact(g) and not new.commit.is_left_out(g)]
+    beside = beside_windows(state, inputs.state)
+    states = [(n, o) for n, o in beside if n is not o and checks.is_inexact(n)]
+    if not (steps or states):
+        return True
     works = all_finite(steps, mesh_axes)
     works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
-    if inputs.w is not None:
-        stepped = zip(steps, inputs.reference.leaves, strict=True)
-        params = [None if u is None else p for u, p in stepped]
-        works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
-    return works
+    return new.commit.flag | works
 
 
 def _next_scale(

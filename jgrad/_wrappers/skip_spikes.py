@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._inputs import numbers
-from jgrad._inputs.around import Commit
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
@@ -157,25 +156,18 @@ def skip_spikes(
         spreads = numbers.scalar(_NAME, "deviations", deviations).astype(jnp.float32)
         accepted = _is_accepted(value, state, spreads, epsilon)
         # ---- the update
-        commit = Commit.by_loss(updates, accepted, inputs.outer)
-        finite = None if inputs.finite is None else inputs.finite & accepted
         inputs.extra_args |= {"loss": loss}
-        new = inputs.try_it(tx, commit, updates, finite)
-        use = True if commit.is_left_out else accepted if inputs.leaves_out else commit.flag
-        settles = not inputs.leaves_out
-        steps, inner = inputs.chosen(commit, use, new, inputs.state, settles=settles)
+        new = inputs.tried(tx, updates, accepted, clips=False)
+        use = True if new.commit.is_heard else new.commit.flag
+        old = inputs.zeros(), inputs.state
+        steps, inner = decisions.decided(use, new.results, old, new.commit, clips=False)
         # ---- the window
-        old = _counts(state)
+        before = _counts(state)
         counts = _next_counts(state, value, accepted, restart)
         if inputs.finite is not None:
-            counts = decisions.choose(inputs.finite, counts, old)
-        counts = inputs.counted(counts, old)
-        new_state = SpikeState(counts[0], inner, *counts[1:])
-        commit.keep(counts, old)
-        clips = inputs.outer is not None and inputs.outer.clips  # and looks at what is unsettled
-        of = commit if clips or not settles else None
-        inputs.tell(steps, new_state, state, of=of, are_finite=commit.clips)
-        return steps, new_state
+            counts = decisions.choose(inputs.finite, counts, before)
+        skipped, *others = inputs.counted(counts, before)
+        return steps, SpikeState(skipped, inner, *others)
 
     return pair(init, update, _NAME, SpikeState)
 

@@ -154,9 +154,7 @@ def stochastic_rounding(
 
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)
-        steps, inner = inputs.hand_over(
-            tx, wide, state.inner, wide_params, stay_finite=True, then=then
-        )
+        steps, inner = inputs.hand_over(tx, wide, state.inner, wide_params, then=then)
         new: list[Any] = trees.flatten(steps)[0]
         calls: list[Call | None] = [None] * len(new)
         for i, (u, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):

@@ -262,9 +262,7 @@ def watch(
             report = decisions.branch(is_next, lambda: measured()[1], lambda: old)
             inputs = WrapperInputs(_NAME, updates, params, extra_args)
             later = inputs.gradients(_after(report[_MEASURED], inputs.g))
-            steps, inner = inputs.hand_over(
-                tx, later, state.inner, params, stay_finite=True, notes=None
-            )
+            steps, inner = inputs.hand_over(tx, later, state.inner, params, notes=None)
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 

@@ -33,6 +33,9 @@ LIMITS: dict[str, dict[str, tuple[Limit, ...]]] = {
     "schedule_free(Adam)": {"h100": (Limit(44, 0),), "v5e": (Limit(44, 0.2),)},
     "clip + AdamW": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     "skip(clip + AdamW)": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
+    # Norms read moments that are chosen; chosen after the update, the step would be written as well.
+    "skip(LAMB)": {"h100": (Limit(48.5, 0.2),), "v5e": (Limit(48.5, 0.7),)},
+    "skip(optax's AdamW)": {"h100": (Limit(36, 0.2),), "v5e": (Limit(36, 0.2),)},
     "skip_spikes(skip(clip + AdamW))": {"h100": (Limit(32.3, 0.05),), "v5e": (Limit(32.3, 0.2),)},
     # The direction is written, for the sums and for the step. Packed, a GPU has a kernel for each sum.
     "hyperball(Adam)": {"h100": (Limit(44.1, 4.4), Limit(52.3, 4.1)), "v5e": (Limit(40.7, 4.7), Limit(40.4, 4.1))},
@@ -122,6 +125,10 @@ KERNELS: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
     ("clip + AdamW", "h100"): {"medium": (81, 11), "large": (27, 12), "stacked": (44, 11)},
     ("skip(clip + AdamW)", "v5e"): {"medium": (59, 13), "large": (23, 13), "stacked": (43, 13)},
     ("skip(clip + AdamW)", "h100"): {"medium": (84, 14), "large": (30, 15), "stacked": (47, 14)},
+    ("skip(LAMB)", "v5e"): {"large": (50,)},
+    ("skip(LAMB)", "h100"): {"large": (51,)},
+    ("skip(optax's AdamW)", "v5e"): {"large": (17,)},
+    ("skip(optax's AdamW)", "h100"): {"large": (27,)},
     # Seven to eight kernels more on a GPU, and 17 on a TPU, of vectors of the window.
     ("skip_spikes(skip(clip + AdamW))", "v5e"): {"medium": (76, 30), "large": (40, 30), "stacked": (60, 30)},
     ("skip_spikes(skip(clip + AdamW))", "h100"): {"medium": (91, 22), "large": (38, 23), "stacked": (54, 22)},

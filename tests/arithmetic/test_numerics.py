@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jgrad._arithmetic import numerics
+from tests.support.compilations import compilations
 
 BETAS = [0.5, 0.9, 0.999, 0.9999, 0.999999, 1 - 1e-7]
 STEPS = [1, 2, 10, 100, 10**3, 10**4, 10**5, 10**6, 2**24, 2**31 - 1]
@@ -155,3 +156,36 @@ def test_sign(scale):
     for at in (jnp.asarray(x[:4]), jnp.asarray(z)):
         _, slope = jax.jvp(numerics.sign, (at,), (jnp.ones_like(at),))
         np.testing.assert_array_equal(slope, 0)
+
+
+# ---- zeros -----------------------------------------------------------------------------------
+
+
+def test_zeros_of_new_shapes_are_no_new_programs():
+    """An `init` without `jit` would compile two for each shape."""
+    arrays = [jnp.asarray(np.ones((n, 2), np.float32)) for n in range(40, 45)]
+    numerics.zeros_like(arrays[0])
+    assert compilations(numerics.zeros_like, *arrays) == 0
+    large = jnp.ones((2**20 + 1,))
+    assert compilations(numerics.zeros_like, large) > 0  # it is not copied to its device
+
+
+def test_zeros_stay_where_the_array_is():
+    """Beside arrays of another device, too, where it may move."""
+    other = jax.devices()[1]
+    here, there = jnp.ones(3), jax.device_put(jnp.ones(3), other)
+    for x in (here, there):
+        zeros = numerics.zeros_like(x, jnp.bfloat16)
+        assert zeros.dtype == jnp.bfloat16
+        assert not zeros.any()
+        assert (zeros.committed, zeros.devices()) == (x.committed, x.devices())
+    assert (numerics.zeros_like(here) + there).devices() == {other}
+
+
+def test_zeros_in_a_program_are_computed_there():
+    """Of a constant as of an argument: of large ones a program would have copies."""
+    x = jnp.ones((3, 2))
+    for f, args in ((lambda: numerics.zeros_like(x), ()), (numerics.zeros_like, (x,))):
+        found = [eqn.primitive.name for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns]
+        assert "eq" in found
+        assert "device_put" not in found

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgrad
+from tests.support import compiler
 
 WIDTH, HIDDEN, LAYERS, ROWS = 16, 32, 3, 4
 
@@ -105,9 +106,9 @@ def ordinary(tx, loss=loss, has_aux=False, **options):
     return step
 
 
-def run(step, params, state, batches, **extra):
-    """Parameters, state and results of some steps."""
-    step, results = jax.jit(step), []
+def run(step, params, state, batches, *, exact=False, **extra):
+    """Parameters, state and results of some steps; `exact` if their bits are compared."""
+    step, results = jax.jit(step, compiler_options=compiler.exact() if exact else None), []
     for x in batches:
         params, state, result = step(params, state, x, **extra)
         results.append(result)

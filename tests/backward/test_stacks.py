@@ -77,7 +77,7 @@ OF_GROUPS = {
 }
 
 
-@pytest.mark.slow(always=["rates", "lamb"])
+@pytest.mark.slow(always=["rates"])
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_groups_of_layers(x64, name):
     make, options = OF_GROUPS[name]
@@ -188,7 +188,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.slow(always=["recycled", "taught", "frozen"])
+@pytest.mark.slow(always=["recycled"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_calls_that_are_not_differentiated(x64, name):
     loss, options = BESIDE[name]

@@ -320,7 +320,7 @@ AROUND = {
 }
 
 
-@pytest.mark.slow(always=["vmap of dropout", "all", "cast in jit", "norms"])
+@pytest.mark.slow(always=["all", "cast in jit", "norms"])
 @pytest.mark.parametrize("name", AROUND)
 def test_calls_around(x64, name):
     p = {name: x for name, x in params().items() if name in ("a", "first", "last")}

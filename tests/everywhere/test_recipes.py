@@ -37,7 +37,7 @@ LIMITS = {
     "clip + AdamW": ((48, 0), (48, 0.1)),
     "skip(AdamW)": ((44, 0), (44, 0)),
     "skip(clip + AdamW)": ((48, 0), (48, 0.1)),
-    "skip(optax's AdamW)": ((122, 17), (122, 17)),
+    "skip(optax's AdamW)": ((64, 7), (64, 7)),
     "skip(optax's AdamW, branch=True)": ((58, 4), (58, 4)),
     "accumulate(clip + AdamW)": ((96, 4), (96, 4)),
     "accumulate, emit=False": ((24, 0), (24, 0)),

@@ -278,9 +278,11 @@ RATIOS = DECAYED | {"trust_ratio_mask": KERNELS}
     "tx",
     [
         pytest.param(jgrad.adam(0.1, **DECAYED), id="adam"),
-        pytest.param(jgrad.lamb(0.1, **RATIOS), id="lamb"),
+        pytest.param(jgrad.lamb(0.1, **RATIOS), id="lamb", marks=pytest.mark.slow),
         pytest.param(jgrad.lars(0.1, **RATIOS), id="lars"),
-        pytest.param(optax.adamw(0.1, weight_decay=0.1, mask=KERNELS), id="optax"),
+        pytest.param(
+            optax.adamw(0.1, weight_decay=0.1, mask=KERNELS), id="optax", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_kernels_of_flax_by_name(tx, standard_promotion):

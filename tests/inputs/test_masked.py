@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 
 PARAMS = {name: {"w": jnp.full((2, 4, 4), 0.5), "v": jnp.ones((2, 4, 4))} for name in ("a", "z")}
@@ -33,7 +34,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", mostly_slow(OPTIONS, "rates", "a mask", "layers of a state"))
 def test_entries_of_the_other_group_are_left_out(name):
     tx = OPTIONS[name](tree)
     both = optax.partition({"t": tx, "f": optax.set_to_zero()}, {"a": "t", "z": "f"})

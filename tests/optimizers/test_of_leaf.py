@@ -225,18 +225,20 @@ def test_lion_in_zero():
 
 
 def test_a_step_that_is_not_finite_is_skipped():
-    """The root of a negative gradient: wrappers look at the results of a user's method."""
-    tx = jgrad.skip_nonfinite(jgrad.optimizer_of_leaf(lambda g: jnp.sqrt(g))(RATE))
+    """The root of a negative gradient: wrappers look at a user's method like at other libraries'."""
+    tx = jgrad.optimizer_of_leaf(lambda g: jnp.sqrt(g))(RATE)
+    tx = jgrad.skip_nonfinite(tx, check_results=True)
     w, g = {"w": jnp.ones(3)}, {"w": jnp.asarray([1.0, -1.0, 2.0])}
     found, state = train(tx, w, [g, jax.tree.map(jnp.ones_like, g)])
     assert int(state.skipped) == 1
     np.testing.assert_allclose(found["w"], 1 - RATE, rtol=1e-6)
 
 
-@pytest.mark.slow(always=["bf16"])
+@pytest.mark.slow(always=["usual-bf16"])
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_promised_to_be_finite(form):
-    """Then the program is that of the method inside, by its bytes; else it moves half as many more."""
+@pytest.mark.parametrize("make", [trusted, own_lion], ids=["promised", "usual"])
+def test_skipping_costs_no_more_than_for_the_method_inside(form, make):
+    """By the bytes of the program: a user's method is told the decision, too."""
     w = {"w": jnp.ones((512, 1024))}
 
     def moved(make):
@@ -244,8 +246,7 @@ def test_what_is_promised_to_be_finite(form):
         step = jax.jit(functools.partial(jgrad.apply_gradients, tx), donate_argnums=(1, 2))
         return step.lower(w, tx.init(w), w).compile().cost_analysis()["bytes accessed"]
 
-    assert moved(trusted) == pytest.approx(moved(jgrad.lion), rel=1e-3)
-    assert moved(own_lion) > 1.5 * moved(trusted)
+    assert moved(make) == pytest.approx(moved(jgrad.lion), rel=1e-3)
 
 
 @jgrad.optimizer_of_leaf

@@ -1,9 +1,11 @@
 """README, docs/ and the notes as tests read them: sections, tables and blocks of code."""
 
 import functools
+import inspect
 import pathlib
 import re
 import textwrap
+from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 # `docs/index.md` is written when the site is built: README, and the table of contents.
@@ -48,3 +50,11 @@ def rows(text):
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     heads = {i for i, row in enumerate(cells) if i + 1 < len(cells) and cells[i + 1][0] == "---"}
     return [row for i, row in enumerate(cells) if i not in heads and row[0] != "---"]
+
+
+def docstring(name: str, thing: Any) -> str:
+    """That of something public, which has to have one."""
+    text = inspect.getdoc(thing)
+    asked = "an equation, Args, Returns, Raises, an example and the source"
+    assert text, f"{name} has no docstring. CONTRIBUTING, How it reads, asks for {asked}."
+    return text

@@ -13,7 +13,7 @@ import jgrad
 from jgrad._inputs.transformation import transformation
 from jgrad._wrappers import decisions
 from tests.cases import CASES, every_case, gradients, params
-from tests.support.loops import assert_equal, compiled, step_of
+from tests.support.loops import assert_equal, compiled, every_step, step_of
 
 NAN, INF = float("nan"), float("inf")
 X = jnp.ones(3)
@@ -48,6 +48,11 @@ def sequence(tx, w, values):
         w, state = step_of(tx)(w, state, jnp.full_like(w, g))
         found.append((w, state))
     return found
+
+
+def jitted(tx):
+    """In a program of its own, in which nobody is told what the wrappers around say."""
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
 
 
 # ---- skipping ----------------------------------------------------------------------------------
@@ -120,7 +125,8 @@ def test_finite_gradients_make_nothing_that_is_not(case, dtype):
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
 def test_moments_that_would_overflow(loss_scale):
     """3e38 and 0.9 times 3e38 is too much for a plain momentum."""
-    tx = jgrad.skip_nonfinite(optax.sgd(1e-30, momentum=0.9), loss_scale=loss_scale)
+    options = {"loss_scale": loss_scale, "check_results": True}
+    tx = jgrad.skip_nonfinite(optax.sgd(1e-30, momentum=0.9), **options)
     found = sequence(tx, jnp.float32(1), [3e38, 3e38, -1e38])
     assert [int(state.skipped) for _, state in found] == [0, 1, 1]
     np.testing.assert_allclose([w for w, _ in found], [-3e8, -3e8, -4.7e8], rtol=1e-6)
@@ -202,9 +208,9 @@ def test_gradients_that_pass(tx):
 
 
 def test_gradients_that_another_transformation_spoils():
-    """Finite ones in, NaN out: what a method makes of them is looked at."""
+    """Finite ones in, NaN out: what a method makes of them is looked at, if this is asked for."""
     spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
-    tx = jgrad.skip_nonfinite(optax.chain(spoil, jgrad.adam(0.1)))
+    tx = jgrad.skip_nonfinite(optax.chain(spoil, jgrad.adam(0.1)), check_results=True)
     w, state = compiled(tx)(X, tx.init(X), -X)
     np.testing.assert_array_equal(w, X)
     assert_equal(state.inner, tx.init(X).inner)
@@ -212,7 +218,7 @@ def test_gradients_that_another_transformation_spoils():
 
 
 def test_a_method_that_forgets_to_keep_old_moments():
-    """Its moments are not settled, and so looked at."""
+    """Its moments are not settled, and so the old ones are chosen afterwards."""
 
     def compute(inputs, step):
         mw = [m + g for m, g in zip(step.moments["mw"].old, inputs.g, strict=True)]
@@ -226,7 +232,7 @@ def test_a_method_that_forgets_to_keep_old_moments():
 
 
 def test_an_update_that_is_compiled_apart():
-    """Inside it arrays have other identities, so that its results are looked at."""
+    """Nothing inside it is told the decision, which is made afterwards."""
     inner = jgrad.adam(0.1)
     tx = jgrad.skip_nonfinite(
         optax.GradientTransformationExtraArgs(inner.init, jax.jit(inner.update))
@@ -265,12 +271,13 @@ KEEPS = {
 
 @pytest.mark.parametrize(("keep", "given", "expected"), KEEPS.values(), ids=KEEPS)
 def test_a_state_that_is_not_finite_beside_a_finite_step(keep, given, expected):
-    """Whatever `tx` keeps is looked at, though no update shows it."""
+    """Whatever `tx` keeps is looked at, if this is asked for, though no update shows it."""
 
     def update(g, kept, w=None):
         return jax.tree.map(jnp.zeros_like, g), keep(kept, g)
 
-    tx = jgrad.skip_nonfinite(optax.GradientTransformation(jnp.zeros_like, update))
+    inner = optax.GradientTransformation(jnp.zeros_like, update)
+    tx = jgrad.skip_nonfinite(inner, check_results=True)
     found = sequence(tx, jnp.float32(1), given)
     assert [float(state.inner) for _, state in found] == pytest.approx(expected)
     assert [int(state.skipped) for _, state in found] == [0, 1, 1][: len(given)]
@@ -286,9 +293,97 @@ def test_a_gradient_that_would_be_clipped():
 
 def test_a_step_that_overflows_without_parameters():
     """Of a transformation without state: there is nothing else to look at."""
-    tx = jgrad.skip_nonfinite(optax.scale(1e30))
+    tx = jgrad.skip_nonfinite(optax.scale(1e30), check_results=True)
     updates, state = tx.update(1e30 * X, tx.init(X))
     np.testing.assert_array_equal(updates, 0 * X)
+    assert int(state.skipped) == 1
+
+
+# ---- results of other libraries ----------------------------------------------------------------
+
+
+def doubling():
+    """A transformation of another library that overflows: the update, and what it keeps."""
+
+    def update(g, kept, w=None):
+        new = jax.tree.map(lambda k, x: 2 * k + x, kept, g)
+        return new, new
+
+    return optax.GradientTransformation(lambda w: jax.tree.map(jnp.zeros_like, w), update)
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, jitted], ids=["told", "apart"])
+def test_what_another_library_overflows_saturates(wrap):
+    """Gradients decide: infinity becomes the largest number, in updates what can be added."""
+    tx, w = jgrad.skip_nonfinite(wrap(doubling())), X
+    state = tx.init(w)
+    for g in (3e38, 3e38, NAN):
+        updates, state = jax.jit(tx.update)(g * X, state, w)
+    assert int(state.skipped) == 1
+    np.testing.assert_array_equal(updates, 0 * X)
+    np.testing.assert_array_equal(state.inner, jnp.full(3, jnp.finfo(jnp.float32).max))
+    updates, _ = jax.jit(tx.update)(X, state, w)
+    np.testing.assert_array_equal(updates, jnp.full(3, 2.0**102))
+
+
+def test_an_infinity_from_the_start_stays():
+    """As that of `reduce_on_plateau`, to which every loss is compared."""
+    kept = optax.GradientTransformation(lambda w: INF * w, lambda g, kept, w=None: (g, kept + 1))
+    tx = jgrad.skip_nonfinite(kept)
+    _, state = jax.jit(tx.update)(X, tx.init(X))
+    assert jnp.isinf(state.inner).all()
+
+
+@pytest.mark.parametrize(
+    ("check_results", "skipped"), [(None, 1), (True, 1), (False, 0)], ids=["float16", "on", "off"]
+)
+def test_float16_overflows(check_results, skipped):
+    """At 65504: its updates are looked at, unless this is turned off."""
+    tx = jgrad.skip_nonfinite(optax.scale(2.0), check_results=check_results)
+    w, g = jnp.zeros(3, jnp.float16), jnp.full(3, 40000, jnp.float16)
+    updates, state = jax.jit(tx.update)(g, tx.init(w), w)
+    assert int(state.skipped) == skipped
+    np.testing.assert_array_equal(updates, w if skipped else INF * jnp.ones_like(w))
+
+
+def test_parameters_in_float16_that_would_overflow():
+    """Where the update alone does not: 60000 and 60000 are too much."""
+    w = {"half": jnp.full(3, 60000, jnp.float16), "full": X}
+    tx = jgrad.skip_nonfinite(optax.identity())
+    updates, state = jax.jit(tx.update)(w, tx.init(w), w)
+    assert_equal(updates, jax.tree.map(jnp.zeros_like, w))
+    assert int(state.skipped) == 1
+
+
+def test_what_knows_one_decision_is_chosen_again():
+    """Moments in 8 bits know that gradients are finite, and not yet that a result is not."""
+    spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
+    inner = optax.chain(jgrad.adam(0.1, moment_dtype="8bit"), spoil)
+    tx, w = jgrad.skip_nonfinite(inner, check_results=True), jnp.ones((4, 256))
+    state = tx.init(w)
+    new, found = compiled(tx)(w, state, w)
+    assert_equal((new, found.inner), (w, state.inner))
+    assert int(found.skipped) == 1
+
+
+def test_a_window_in_a_program_of_its_own():
+    """It hears of no decision, so that a bad call is as if it had not been."""
+    window = jgrad.accumulate(jgrad.gradient_descent(1.0), 2, check_finite=False)
+    tx = jgrad.skip_nonfinite(jitted(window))
+    found = every_step(tx, 0 * X, [X, NAN * X, 3 * X, X])
+    assert [float(w[0]) for w, _ in found] == [0, 0, -2, -2]
+    assert int(found[-1][1].skipped) == 1
+
+
+@pytest.mark.parametrize("leaf", ["a", "b"])
+def test_a_window_for_some_leaves(leaf):
+    """A bad gradient of the others would be their update: then the call is as if it had not been."""
+    window = jgrad.accumulate(jgrad.gradient_descent(1.0), 2)
+    tx = jgrad.skip_nonfinite(optax.masked(window, {"a": True, "b": False}))
+    w, g = {"a": 0 * X, "b": 0 * X}, {"a": X, "b": X}
+    bad = g | {leaf: NAN * X}
+    (_, _), (after, state) = every_step(tx, w, [g, bad])
+    assert_equal(after, {"a": -X if leaf == "a" else 0 * X, "b": 2 * X if leaf == "a" else X})
     assert int(state.skipped) == 1
 
 

@@ -428,12 +428,40 @@ def test_no_norm_of_gradients_decides():
 
 
 @pytest.mark.parametrize(
+    ("wrap", "update", "skipped"),
+    [
+        (lambda tx: tx, jnp.inf, 0),
+        (jgrad.skip_nonfinite, 2.0**102, 0),
+        (functools.partial(jgrad.skip_nonfinite, check_results=True), 0.0, 1),
+    ],
+    ids=["alone", "around", "looking"],
+)
+def test_it_saturates_nothing_by_itself(wrap, update, skipped):
+    """What another library overflows is for a wrapper around: to clip, or to find."""
+    tx, w = wrap(jgrad.skip_spikes(optax.scale(1e30))), jnp.full(3, 1e30)
+    updates, state = jax.jit(tx.update)(w, tx.init(w), w, loss=1.0)
+    np.testing.assert_array_equal(updates, jnp.full(3, update, jnp.float32))
+    assert int(jgrad.report(state).get("skipped", 0)) == skipped
+
+
+def test_moments_saturate_by_what_stands_around():
+    """What `skip_nonfinite` promises of a method holds with a `skip_spikes` between them."""
+    tx = jgrad.gradient_descent(1e-30, momentum=0.9)
+    tx, g = jgrad.skip_nonfinite(jgrad.skip_spikes(tx)), jnp.full(3, 3e38)
+    state = tx.init(g)
+    for _ in range(2):
+        updates, state = jax.jit(tx.update)(g, state, g, loss=1.0)
+    assert int(state.skipped) == 0
+    chex.assert_tree_all_finite((updates, state.inner.inner.mw))
+
+
+@pytest.mark.parametrize(
     "rejects", [jgrad.skip_spikes, functools.partial(jgrad.skip_nonfinite, branch=True)]
 )
 def test_what_it_lets_through_may_be_nan(rejects):
-    """Of finite gradients, by another library: a `skip_nonfinite` around looks at it."""
+    """Of finite gradients, by another library: a `skip_nonfinite` around looks at it, if asked."""
     spoil = optax.stateless(lambda updates, params: jax.tree.map(jnp.log, updates))
-    tx, w = jgrad.skip_nonfinite(rejects(spoil)), jnp.ones(3)
+    tx, w = jgrad.skip_nonfinite(rejects(spoil), check_results=True), jnp.ones(3)
     updates, state = jax.jit(tx.update)(-w, tx.init(w), w, loss=1.0)
     assert_equal(updates, jnp.zeros(3))
     assert int(state.skipped) == 1
