@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation("adan._difference", "Adan's first difference is the gradient", "jnp.where(has_old > 0, X, _)", "X", MATRIX + " -k adan"),
     Mutation("_average_square", "Adan's squares do not look ahead", "X + term", "X", MATRIX + " -k adan"),
     Mutation("adan_of_leaf", "Adan does not look ahead", "rules.add_scaled(m, d, X)", "m", MATRIX + " -k adan"),
-    Mutation("adan._look_ahead", "differences are weighed as by optax", "numerics.safe_divide(beta2, c2)", "numerics.safe_divide(1 - beta2, c2)", MATRIX + " -k adan"),
+    Mutation("adan._ahead", "differences are weighed as by optax", "numerics.safe_divide(beta2, c2)", "numerics.safe_divide(1 - beta2, c2)", MATRIX + " -k adan"),
     Mutation("state_leaves._fields", "what a moment measures is not read", "fields.moments[name].measures if _ else unit", "unit", MOMENTUM),
     Mutation("lion_of_leaf", "the direction has the new moment", "X = numerics.sign(Y); mw.write(A, g, mw.old, B, C)", "X = numerics.sign(mw.write(A, g, mw.old, B, C))", "tests/inputs/test_moments.py"),
     Mutation("lion_of_leaf", "Lion's direction is no sign", "numerics.sign(X)", "X", "tests/inputs/test_moments.py"),

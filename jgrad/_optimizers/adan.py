@@ -130,7 +130,7 @@ def _gradient(g: jax.Array) -> jax.Array:
 
 
 @on_leaf(arrays=4)
-def _look_ahead(
+def _ahead(
     t: jax.Array, log_beta1: jax.Array, log_beta2: jax.Array, beta2: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Whether there is an old gradient, and how far to look ahead, with c_k = 1 - beta_k^t:
@@ -164,8 +164,8 @@ def _numbers_of(beta1: Any, beta2: Any, beta3: Any, epsilon: PerLeaf, step: PerL
     of_adam = adam.numbers_of(beta1, beta3, epsilon, "moments", step)
     args = step, beta1.log, beta2.log, beta2.value
     if list not in map(type, args):
-        return _Numbers(of_adam, beta2, *_look_ahead(*args))
-    of_leaves = apply(_look_ahead, *args)
+        return _Numbers(of_adam, beta2, *_ahead(*args))
+    of_leaves = apply(_ahead, *args)
     return _Numbers(of_adam, beta2, *([x and x[k] for x in of_leaves] for k in range(2)))
 
 
