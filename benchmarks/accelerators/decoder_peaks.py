@@ -4,8 +4,8 @@ The peak of a step in bytes per parameter, gradient and then update beside
 `jgrad.step_in_backward`, for one device. `flax_decoders` has the models. Nothing runs.
 
 Half an hour on two cores. `--only` picks rows by "target case", `--write` keeps what was found in
-`decoder_peaks.json`, writes the table of `docs/four_bytes.md`, and draws `decoder_peaks.svg`, which
-is on the home page of the site: `--only=none --write` compiles nothing, and does the rest.
+`decoder_peaks.json`, writes the table of `benchmarks/notes/peaks.md`, and draws the picture of
+`docs/four_bytes.md`: `--only=none --write` compiles nothing, and does the rest.
 """
 
 import json
@@ -23,9 +23,9 @@ from benchmarks.accelerators.flax_decoders import LENGTH, Model
 from benchmarks.accelerators.targets import TARGETS
 from benchmarks.accelerators.train_steps import ALL, FORMS, LAYERS_TOO, ON_HOST, RECIPES, Recipe
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
+PAGE = pathlib.Path(__file__).parents[1] / "notes" / "peaks.md"
 RESULTS = pathlib.Path(__file__).with_name("decoder_peaks.json")
-PICTURE = RESULTS.with_suffix(".svg")
+PICTURE = pathlib.Path(__file__).parents[2] / "docs" / "pictures" / "decoder_peaks.svg"
 
 MACHINES = ("v5e", "h100")
 

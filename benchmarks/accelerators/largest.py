@@ -6,7 +6,7 @@ for larger and larger ones, until one does not fit. Nothing runs. Where weights 
 host memory, the inputs of layers are, too.
 
 Two hours on two cores. `--only` picks rows by "target recipe", `--write` keeps what was found in
-`largest.json` and writes the table of `docs/four_bytes.md`.
+`largest.json` and writes the table of `benchmarks/notes/peaks.md`.
 """
 
 import functools
@@ -26,7 +26,7 @@ from benchmarks.accelerators.llama import FAMILY, INPUTS_ON_HOST
 from benchmarks.accelerators.targets import TARGETS
 from benchmarks.accelerators.train_steps import ALL, FORMS, RECIPES, STATE, Recipe
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "four_bytes.md"
+PAGE = pathlib.Path(__file__).parents[1] / "notes" / "peaks.md"
 RESULTS = pathlib.Path(__file__).with_name("largest.json")
 
 TOKENS = 2048

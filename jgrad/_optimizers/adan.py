@@ -18,7 +18,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import Compute, transformation
-from jgrad._optimizers.adam import first_moment
+from jgrad._optimizers import adam
 from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
@@ -94,8 +94,8 @@ def _difference(g: jax.Array, old: jax.Array, has_old: jax.Array) -> jax.Array:
 @on_leaf(arrays=3)
 def _average_difference(
     g: jax.Array,
-    gw: jax.Array,
     dw: jax.Array,
+    gw: jax.Array,
     has_old: jax.Array,
     beta: jax.Array,
     complement: jax.Array,
@@ -107,8 +107,8 @@ def _average_difference(
 @on_leaf(arrays=3)
 def _average_square(
     g: jax.Array,
-    gw: jax.Array,
     vw: jax.Array,
+    gw: jax.Array,
     has_old: jax.Array,
     beta2: jax.Array,
     beta: jax.Array,
@@ -129,59 +129,44 @@ def _gradient(g: jax.Array) -> jax.Array:
     return g
 
 
-@on_leaf(arrays=2)
-def _ahead(m: jax.Array, d: jax.Array, of_m: jax.Array, of_d: jax.Array) -> jax.Array:
-    """a m + b d"""
-    return scaled(m, of_m) + scaled(d, of_d)
+@on_leaf(arrays=4)
+def _ahead(
+    t: jax.Array, log_beta1: jax.Array, log_beta2: jax.Array, beta2: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Whether there is an old gradient, and how far to look ahead, with c_k = 1 - beta_k^t:
 
+    m / c1 + beta2 d / c2 = (m + c1 (beta2 / c2) d) / c1
 
-@on_leaf(arrays=2)
-def _delta(ahead: jax.Array, vw: jax.Array, epsilon: jax.Array) -> jax.Array:
-    """x / (sqrt(v) + epsilon), with a root as in Adam's"""
-    root = jnp.sqrt(numerics.positive(vw))
-    return ahead / (root + epsilon).astype(ahead.dtype)
-
-
-@on_leaf(arrays=6)
-def _corrections(
-    t: jax.Array,
-    log_beta1: jax.Array,
-    log_beta2: jax.Array,
-    log_beta3: jax.Array,
-    beta2: jax.Array,
-    epsilon: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """The numbers of a step, with c_k = 1 - beta_k^t:
-
-    (m / c1 + beta2 d / c2) / (sqrt(v / c3) + eps) = (a m + b d) / (sqrt(v) + sqrt(c3) eps)
-
-    Step 0 has neither a nor b.
+    The quotient is one of a single beta: XLA divides an array by a scalar with another rounding.
     """
     c1, c2 = (numerics.one_minus_power(log, t) for log in (log_beta1, log_beta2))
-    root = numerics.safe_sqrt(numerics.one_minus_power(log_beta3, t))
-    of_m, of_d = numerics.safe_divide(root, c1), numerics.safe_divide(root * beta2, c2)
     has_old = jnp.where(t > 1, jnp.ones_like(t), jnp.zeros_like(t))
-    return has_old, of_m, of_d, numerics.once(root * epsilon)
+    return has_old, numerics.once(c1 * numerics.safe_divide(beta2, c2))
 
 
 class _Numbers(NamedTuple):
-    """What the direction of one leaf depends on beside arrays; or of all leaves, as lists."""
+    """What the direction of one leaf depends on beside arrays; or of all leaves, as lists.
 
-    beta1: BetaForms
+    Attributes:
+      of_adam: of Adam, whose beta2 is beta3 here.
+      beta2: the decay rate of differences.
+      has_old: whether there is an old gradient.
+      ahead: how many averages of differences to look ahead.
+    """
+
+    of_adam: adam.Numbers
     beta2: BetaForms
-    beta3: BetaForms
     has_old: PerLeaf
-    of_m: PerLeaf
-    of_d: PerLeaf
-    epsilon: PerLeaf
+    ahead: PerLeaf
 
 
-def _numbers_of(betas: tuple[Any, Any, Any], epsilon: PerLeaf, step: PerLeaf) -> _Numbers:
-    args = (step, *(beta.log for beta in betas), betas[1].value, epsilon)
+def _numbers_of(beta1: Any, beta2: Any, beta3: Any, epsilon: PerLeaf, step: PerLeaf) -> _Numbers:
+    of_adam = adam.numbers_of(beta1, beta3, epsilon, "moments", step)
+    args = step, beta1.log, beta2.log, beta2.value
     if list not in map(type, args):
-        return _Numbers(*betas, *_corrections(*args))
-    of_leaves = apply(_corrections, *args)
-    return _Numbers(*betas, *([x and x[k] for x in of_leaves] for k in range(4)))
+        return _Numbers(of_adam, beta2, *_ahead(*args))
+    of_leaves = apply(_ahead, *args)
+    return _Numbers(of_adam, beta2, *([x and x[k] for x in of_leaves] for k in range(2)))
 
 
 @of_one_leaf
@@ -189,14 +174,13 @@ def adan_of_leaf(
     g: jax.Array, mw: Moments, vw: Moments, dw: Moments, gw: Moments, n: _Numbers
 ) -> tuple[jax.Array, jax.Array]:
     """The direction of one leaf, and an array that has its signs."""
-    beta2, beta3 = n.beta2, n.beta3
-    m = mw.write(first_moment, g, mw.old, n.beta1.value, n.beta1.complement)
-    both = n.has_old, beta2.value
-    v = vw.write(_average_square, g, gw.old, vw.old, *both, beta3.value, beta3.complement)
-    d = dw.write(_average_difference, g, gw.old, dw.old, *both, beta2.complement)
+    (beta1, beta3, alpha, epsilon), old = n.of_adam, (gw.old, n.has_old)
+    m = mw.write(adam.first_moment, g, mw.old, beta1.value, beta1.complement)
+    v = vw.write(_average_square, g, vw.old, *old, n.beta2.value, beta3.value, beta3.complement)
+    d = dw.write(_average_difference, g, dw.old, *old, n.beta2.value, n.beta2.complement)
     gw.write(_gradient, g)
-    ahead = _ahead(m, d, n.of_m, n.of_d)
-    return _delta(ahead, v, n.epsilon), ahead
+    ahead = rules.add_scaled(m, d, n.ahead)
+    return adam.delta(ahead, v, alpha, epsilon), ahead
 
 
 # ---- functional update -------------------------------------------------------------------------
@@ -285,7 +269,7 @@ def adan_update(
     Source: Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep
       Models" (2022), algorithm 1.
     """
-    n = _numbers_of((beta1, beta2, beta3), epsilon, step)
+    n = _numbers_of(beta1, beta2, beta3, epsilon, step)
     directions, *moments = adan_of_leaf(dcdw, mw_tm1, vw_tm1, dw_tm1, gw_tm1, n)
     new = apply(rules.descent, [x and x[0] for x in directions], lr)
     return functional.returned(new, *moments)
@@ -297,7 +281,7 @@ def adan_update(
 def _compute(given: Given) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n = given.read(inputs, step)
-        numbers = _numbers_of((n.beta1, n.beta2, n.beta3), n.epsilon, step.as_float)
+        numbers = _numbers_of(n.beta1, n.beta2, n.beta3, n.epsilon, step.as_float)
         return adan_of_leaf.update(
             inputs, inputs.g, *step.moments.values(), numbers, descent=n.descent
         )

@@ -45,11 +45,13 @@ def test_models_are_the_same():
 
 def test_the_tables_of_the_page():
     table = decoder_peaks.table(decoder_peaks.known())
-    assert table in section("docs/four_bytes.md", "The peak")
-    assert largest.table(largest.known()) in section("docs/four_bytes.md", "The largest model")
+    assert table in section("benchmarks/notes/peaks.md", "The peak")
+    assert largest.table(largest.known()) in section(
+        "benchmarks/notes/peaks.md", "The largest model"
+    )
 
 
-def test_the_picture_of_the_home_page():
+def test_the_picture_of_four_bytes():
     """It is drawn from the table, and says in words what it shows."""
     found = decoder_peaks.PICTURE.read_text()
     assert found == decoder_peaks.picture(decoder_peaks.known())

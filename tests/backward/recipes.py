@@ -96,7 +96,7 @@ RECIPES = {
     "mask": Recipe(lambda: adam(weight_decay_mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))),
     "schedule_free": Recipe(lambda: jgrad.schedule_free(adam(beta1=0.0), learning_rate=1e-2), roundings=4),
     "skip_spikes": Recipe(lambda: jgrad.skip_spikes(adam(), window=4)),
-    "adan": Recipe(lambda: jgrad.adan(1e-2, weight_decay=0.1)),
+    "adan": Recipe(lambda: jgrad.adan(1e-2, weight_decay=0.1), roundings=16),
     "lion": Recipe(lambda: jgrad.lion(1e-3, weight_decay=0.1)),
     "lamb": Recipe(lambda: jgrad.lamb(1e-2, layer_axes=AXES), roundings=NORMS),
     "lars": Recipe(lambda: jgrad.lars(1e-2, layer_axes=AXES), roundings=NORMS),

@@ -21,7 +21,7 @@ PAGES = (CHOOSE, STARTS, FAQ)
 
 
 # The blocks, in the order of the page.
-COMMON, FITS, SMALL, STACKED, BF16, LARGE, *OTHERS = range(10)
+COMMON, FITS, STACKED, BF16, LARGE, *OTHERS = range(9)
 FROZEN, BATCHES, FP16, MANY = OTHERS
 
 
@@ -61,7 +61,6 @@ def first_rate_is_zero(names, params, state, losses):
     assert losses[1] == losses[0]
 
 
-setup(SMALL)(it_trains)
 setup(STACKED, cost=16)(it_trains)
 setup(BF16, cost=12)(it_trains)
 
@@ -165,18 +164,14 @@ def test_the_name_of_a_question():
 
 def test_bytes_of_wrappers_in_the_answers():
     """As the notes have them, which tests count."""
-    table = rows(page("benchmarks/notes/what_wrappers_cost.md"))
+    table = rows(page("benchmarks/notes/what_wrappers_cost.md"))[::-1]  # on a CPU by the first
     moved = {row[0]: int(row[1].split(" / ")[0]) for row in table if re.match(r"\d+ / ", row[1])}
     answer = page(FAQ).partition("## Which wrapper is slow?")[2]
     adamw, skipped, clipped = (moved[x] for x in ("AdamW", "skip(AdamW)", "clip + AdamW"))
     assert f"`skip_nonfinite` adds {skipped - adamw} to AdamW's {adamw} bytes" in answer
     assert f"clipping {clipped - adamw}." in answer
-    for name in (
-        "skip(optax's AdamW)",
-        "skip(optax's AdamW, branch=True)",
-        "accumulate, emit=False",
-    ):
-        assert re.search(rf"\b{moved[name]}\b", answer), name
+    of_optax = moved["skip(optax's AdamW)"]
+    assert re.search(rf"\b{of_optax}\s+bytes", answer)
 
 
 @pytest.mark.parametrize("block", choices(PAGES))

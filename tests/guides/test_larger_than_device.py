@@ -23,7 +23,8 @@ from tests.guides.entries import after, choices, run
 from tests.support.memory import kinds, largest_on_device, on_device
 
 PAGE = "docs/larger_than_device.md"
-PAGES = (PAGE,)
+NOTE = "benchmarks/notes/host_memory.md"
+PAGES = (PAGE, NOTE)
 
 pytestmark = [
     pytest.mark.ci,
@@ -120,7 +121,7 @@ class NnxBlock(nnx.Module):
         self.down = nnx.Linear(256, 256, rngs=rngs)
 
 
-@after(PAGE, 5, 0)
+@after(NOTE, 0, (PAGE, 0))
 def layers_one_by_one(names, printed):
     """Those of `jax.vmap`, with matrices on the host; the loop has one of them on the device."""
     key = jax.random.key(0)
@@ -146,8 +147,8 @@ def for_a_checkpoint():
     return {"init": init, "path": pathlib.Path(tempfile.mkdtemp()) / "saved"}
 
 
-@after(PAGE, 6, 0, names=for_a_checkpoint)
-@after(PAGE, 7, 0, 6, names=for_a_checkpoint)
+@after(NOTE, 1, (PAGE, 0), names=for_a_checkpoint)
+@after(NOTE, 2, (PAGE, 0), 1, names=for_a_checkpoint)
 def saved_and_restored(names, printed):
     """The same numbers in the same places; `shardings` puts back what others read to the device."""
     params, state = names["params"], names["state"]
@@ -177,7 +178,7 @@ def saved_and_restored(names, printed):
         assert kinds(jax.device_put(read, names["shardings"])) == kinds(state)
 
 
-@after(PAGE, 8, 0)
+@after(PAGE, 5, 0)
 def bytes_of_a_step(names, printed):
     """A CPU counts both as its memory."""
     assert printed.splitlines()[0].endswith("on the device")

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 import types
 
 import jax
@@ -9,20 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
+from jax.sharding import PartitionSpec as P
 
 import jgrad
 from tests.guides.entries import after, choices, it_runs, run
 from tests.support import trainers
-from tests.support.pages import blocks, run_example
+from tests.support.loops import assert_equal
+from tests.support.pages import blocks, page, run_example
 
 TRAINERS = "docs/trainers.md"
 PAGES = (TRAINERS,)
 
 
 # The blocks, in the order of the page.
-MAXTEXT, SPIKES, TUNIX, LEVANTER, BRAX, PINN = range(6)
+MAXTEXT, SPIKES, TUNIX, LEVANTER, BRAX, PINN, VISION, EASYLM, GEMMA = range(9)
 # A few roundings of half a unit in the last place in each of twelve steps, one way in the worst case.
 IN_STEPS = 12 * 16 * 2.0**-24
+WIDE = 8 * IN_STEPS  # sums of hundreds
 
 
 after(TRAINERS, MAXTEXT, names=trainers.maxtext)(it_runs)
@@ -121,6 +126,81 @@ def pinn(names, printed):
     config.optimizer, config.learning_rate, config.grad_accum_steps = "SOAP", 3e-3, 0
     losses = train(ours, config, 200)
     assert losses[-1] < 1e-3 * losses[0]
+
+
+def in_float32(index, names, key):
+    """What a block makes without 8 bits, and its losses."""
+    text = blocks(TRAINERS)[index]
+    text = text.replace('{"moment_dtype": "8bit"}', "{}").replace('    moment_dtype="8bit",\n', "")
+    exec(compile(text, TRAINERS, "exec"), names)
+    return names[key]
+
+
+def eight_bits(state):
+    is_blocks = lambda x: isinstance(x, jgrad.Blocks)
+    return sum(map(is_blocks, jax.tree.leaves(state, is_leaf=is_blocks)))
+
+
+@after(TRAINERS, VISION, names=trainers.big_vision)
+def big_vision(names, printed):
+    """The losses of optax's method under the same chain; and 8 bits train."""
+    train, make, params = names["train"], names["make"], trainers.dense(width=512)
+    theirs = trainers.big_vision()["config"]
+    expected, _ = train(make(theirs, params))
+    found, state = train(make(names["config"], params))
+    assert eight_bits(state) == 2
+    assert found[-1] == pytest.approx(expected[-1], rel=0.02)
+    config = in_float32(VISION, names | {"optax": optax}, "config")
+    np.testing.assert_allclose(train(make(config, params))[0], expected, rtol=WIDE)
+    del optax.jgrad
+
+
+@after(TRAINERS, EASYLM, names=trainers.easylm)
+def easylm(names, printed):
+    """The same losses; the rule that the page names lets 8 bits be sharded, and msgpack keeps them."""
+    train, chain = names["train"], names["chain"]
+    wide = trainers.dense(width=2048)  # the codes of whose head lie in one row
+    expected, _ = train(chain(names["theirs"]), wide)
+    found, state = train(chain(names["adamw"]), wide)
+    assert found[-1] == pytest.approx(expected[-1], rel=0.02)
+    (rule,) = re.findall(r'\(r"(/\S+)", PS\(\)\)', page(TRAINERS))
+    mesh = jax.make_mesh((1, 1), ("fsdp", "mp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def placed(rules):
+        specs = names["match_partition_rules"](rules, state)
+        put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        return jax.tree.map(put, state, specs)
+
+    placed(((rule, jax.sharding.PartitionSpec()), *names["rules"]))
+    with pytest.raises(ValueError, match="rank at least 2"):
+        placed(names["rules"])
+    saved = serialization.msgpack_serialize(serialization.to_state_dict(state))
+    assert_equal(serialization.from_state_dict(state, serialization.msgpack_restore(saved)), state)
+    ours = in_float32(EASYLM, names, "adamw")
+    np.testing.assert_allclose(train(chain(ours), wide)[0], expected, rtol=WIDE)
+
+
+@after(TRAINERS, GEMMA, names=trainers.gemma)
+def gemma(names, printed):
+    """The same losses on a mesh of explicit axes, where 8 bits keep the sharding of their weights."""
+    mesh = jax.make_mesh(
+        (2, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    specs = {
+        "backbone": {"kernel": P(None, "fsdp"), "scale": P("fsdp")},
+        "head": {"kernel": P("fsdp")},
+    }
+    with jax.set_mesh(mesh):
+        put = lambda x, spec: jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+        params = jax.tree.map(put, trainers.dense(width=1024), specs)
+        expected, _ = names["train"](names["theirs"], params)
+        found, state = names["train"](names["adamw"], params)
+        ours, _ = names["train"](in_float32(GEMMA, names, "adamw"), params)
+    assert eight_bits(state) == 4
+    assert state.mw["backbone"]["kernel"].codes.sharding.spec[-1] == "fsdp"
+    for a, b, c in zip(*map(jax.tree.leaves, (found, expected, ours)), strict=True):
+        np.testing.assert_allclose(c, b, rtol=IN_STEPS, atol=1e-6)
+        assert float(jnp.sqrt(jnp.mean((a - b) ** 2))) < 0.01
 
 
 @pytest.mark.parametrize("index", range(len(trainers.FILES)))

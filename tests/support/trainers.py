@@ -10,6 +10,7 @@ import abc
 import dataclasses
 import enum
 import functools
+import operator
 import re
 import types
 from typing import ClassVar
@@ -22,6 +23,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.training import train_state
+from jax.sharding import PartitionSpec as P
 
 STEPS = 12
 SCHEDULE = optax.warmup_cosine_decay_schedule(1e-3, 1e-2, 3, STEPS)
@@ -408,9 +410,103 @@ def jaxpi():
     return {"theirs": theirs, "config": config, "train": train}
 
 
+# ---- big_vision, EasyLM, flax's Gemma ----------------------------------------------------------
+
+
+def train(tx, params=None, steps=STEPS):
+    """Losses, and the last state, by the step that all three have."""
+
+    @jax.jit
+    def step(params, state, x, y):
+        value, grads = jax.value_and_grad(mean_square)(params, x, y)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = dense(width=512) if params is None else params
+    state, losses = tx.init(params), []
+    for x, y in zip(X[:steps], Y[:steps], strict=True):
+        params, state, value = step(params, state, x, y)
+        losses.append(float(value))
+    return losses, state
+
+
+def big_vision():
+    """google-research/big_vision 0127fb6: `make` of `optax.py`, which finds the method by its name."""
+
+    def make(config, params):
+        mask = jax.tree.map(lambda _: True, params)
+        method = operator.attrgetter(config.optax_name)(optax)
+        kernels = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+        return optax.chain(
+            optax.masked(optax.clip_by_global_norm(config.grad_clip_norm), mask),
+            optax.masked(method(**config.optax), mask),
+            optax.scale(config.lr),
+            optax.add_decayed_weights(config.wd, kernels),
+            optax.masked(optax.scale_by_schedule(SCHEDULE), mask),
+            optax.scale(-1.0),
+        )
+
+    config = types.SimpleNamespace(
+        optax_name="scale_by_adam", optax={}, grad_clip_norm=1.0, lr=1.0, wd=1e-2
+    )
+    return {"config": config, "make": make, "train": train}
+
+
+def easylm():
+    """young-geng/EasyLM fe5b2c3: `AdamWOptimizerFactory`, and `match_partition_rules` of `jax_utils.py`."""
+    rules = (("backbone/kernel", P("fsdp", "mp")), ("head/kernel", P("mp", "fsdp")), (".*", P()))
+
+    def match_partition_rules(rules, tree):
+        def spec(path, leaf):
+            names = [
+                str(getattr(x, "key", getattr(x, "name", getattr(x, "idx", "")))) for x in path
+            ]
+            if leaf.ndim == 0 or leaf.size == 1:
+                return P()
+            return next(ps for rule, ps in rules if re.search(rule, "/".join(names)))
+
+        return jax.tree_util.tree_map_with_path(spec, tree)
+
+    def weight_decay_mask(params):
+        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", params)
+
+    def chain(adamw):
+        return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    config = types.SimpleNamespace(b1=0.9, b2=0.95, weight_decay=1e-2)
+    theirs = optax.adamw(SCHEDULE, 0.9, 0.95, weight_decay=1e-2, mask=weight_decay_mask)
+    return {
+        "config": config,
+        "learning_rate_schedule": SCHEDULE,
+        "weight_decay_mask": weight_decay_mask,
+        "rules": rules,
+        "match_partition_rules": match_partition_rules,
+        "chain": chain,
+        "theirs": theirs,
+        "train": train,
+    }
+
+
+def gemma():
+    """google/flax 18f8f31: `examples/gemma/train.py`, whose weights are on a mesh of explicit axes."""
+    config = types.SimpleNamespace(weight_decay=0.1)
+    theirs = optax.adamw(SCHEDULE, b1=0.9, b2=0.98, eps=1e-9, weight_decay=0.1)
+
+    def train(tx, params):
+        """Weights after a few steps by gradients that lie where they do, and the last state."""
+        state, update = tx.init(params), jax.jit(tx.update)
+        for t in range(STEPS):
+            grads = jax.tree.map(lambda x, t=t: jnp.cos(x + t), params)
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    return {"config": config, "learning_rate_fn": SCHEDULE, "theirs": theirs, "train": train}
+
+
 # ---- names -------------------------------------------------------------------------------------
 
-# The order of the page. `import jgrad` and, for jaxpi, `import jax` are the page's.
+# The order of the page. `import jgrad`, for jaxpi `import jax`, for big_vision `import optax` are the page's.
 FILES = tuple(
     set(names.split())
     for names in (
@@ -423,5 +519,9 @@ FILES = tuple(
         "learning_rate_schedule",
         "partial jnp lax jit grad pmap random jacfwd jacrev tree_map tree_reduce tree_leaves optax "
         "jax",
+        "mlc optax config",
+        "os time partial re dataclasses random config_dict ConfigDict jax jnp np logging optax config "
+        "learning_rate_schedule weight_decay_mask",
+        "contextlib dataclasses time partial flax nnx jax jnp np optax ocp config learning_rate_fn model",
     )
 )

@@ -414,6 +414,17 @@ def test_zero_takes_the_mean_of_losses():
     assert (int(state.skipped), int(state.inner.step)) == (1, 2)
 
 
+def test_counters_inside_stay_where_a_spike_is_left_out():
+    """Of a mini-batch that is a spike, and not finite, the outer wrapper alone says so."""
+    window = jgrad.accumulate(jgrad.gradient_descent(1.0), 2)
+    tx = jgrad.skip_spikes(jgrad.skip_nonfinite(window, loss_scale=4.0), window=4)
+    state, update = tx.init(X), jax.jit(tx.update)
+    for loss in (1.0, 1.0, 90.0):
+        _, state = update(NAN * X if loss == 90 else X, state, X, loss=loss)
+    assert (int(state.skipped), int(state.inner.skipped)) == (1, 0)
+    assert (int(state.inner.streak), float(state.inner.loss_scale)) == (2, 4.0)
+
+
 # ---- what it costs -----------------------------------------------------------------------------
 
 
@@ -446,8 +457,8 @@ def test_it_saturates_nothing_by_itself(wrap, update, skipped):
 
 def test_moments_saturate_by_what_stands_around():
     """What `skip_nonfinite` promises of a method holds with a `skip_spikes` between them."""
-    tx = jgrad.gradient_descent(1e-30, momentum=0.9)
-    tx, g = jgrad.skip_nonfinite(jgrad.skip_spikes(tx)), jnp.full(3, 3e38)
+    summed = jgrad.optimizer_of_leaf(lambda g, mw: (mw + g, mw + g))
+    tx, g = jgrad.skip_nonfinite(jgrad.skip_spikes(summed(1e-30))), jnp.full(3, 3e38)
     state = tx.init(g)
     for _ in range(2):
         updates, state = jax.jit(tx.update)(g, state, g, loss=1.0)
