@@ -3,11 +3,13 @@
 import ast
 import datetime
 import html
+import io
 import json
 import re
 import runpy
 import xml.etree.ElementTree
 
+import numpy as np
 import pytest
 
 import jgrad
@@ -228,6 +230,26 @@ def test_the_reference_has_a_line_for_each_name(site):
         words = first.removesuffix(" Field names are part of the checkpoint format.")
         plain = lambda x: re.sub(r"\W+", " ", x)
         assert plain(f"\n{name}\n\n{words}") in plain(text), name
+
+
+# ---- cards -------------------------------------------------------------------------------------
+
+
+def test_a_card_has_one_panel(monkeypatch):
+    """The first frame of an image with two, and an image without frames as it is."""
+    image, first = pytest.importorskip("PIL.Image"), extension("panels", monkeypatch)["first"]
+
+    def size_of(pixels):
+        file = io.BytesIO()
+        image.fromarray(pixels).save(file, "PNG")
+        return image.open(io.BytesIO(first(file.getvalue()))).size
+
+    pixels = np.full((200, 400), 255, np.uint8)
+    assert size_of(pixels) == (400, 200)
+    for left in (40, 240):
+        pixels[30:150, left : left + 100] = 0
+        pixels[31:149, left + 1 : left + 99] = 255
+    assert size_of(pixels) == (100, 120)
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

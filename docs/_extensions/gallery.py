@@ -11,6 +11,7 @@ import re
 import shutil
 from typing import Any
 
+import panels
 import repository
 import trainings
 from sphinx.application import Sphinx
@@ -93,11 +94,11 @@ def program(name: str) -> str:
 
 
 def thumbnail(notebook: dict[str, Any]) -> bytes | None:
-    """The first image among the outputs."""
+    """The first panel of the first image among the outputs."""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
-                return base64.b64decode("".join(output["data"]["image/png"]))
+                return panels.first(base64.b64decode("".join(output["data"]["image/png"])))
     return None
 
 
