@@ -192,6 +192,9 @@ COLLECTIVES: dict[str, dict[str, int]] = {
     "schedule_free(Adam)": _NONE,
     "clip + AdamW": _NORM,
     "skip(clip + AdamW)": _NORM,
+    # One more for whether the gradients are finite.
+    "skip(LAMB)": {"all-reduce": _NORMS["all-reduce"] + 1},
+    "skip(optax's AdamW)": {"all-reduce": 1},
     "skip_spikes(skip(clip + AdamW))": _NORM,
     "hyperball(Adam)": {"all-reduce": 3},
     "AdamW + ema": _NONE,

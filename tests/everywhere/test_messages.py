@@ -371,6 +371,7 @@ FLAGS = {
     "optimizer_update: `stop_gradients`": stopping(jgrad.optimizer_update, X, X, 0.1),
     "gradient_descent_update: `stop_gradients`": stopping(jgrad.gradient_descent_update, X, X, 0.1),
     "adam_update: `stop_gradients`": stopping(jgrad.adam_update, X, X, 0.1, X, X, 1),
+    "adan_update: `stop_gradients`": stopping(jgrad.adan_update, X, X, 0.1, X, X, X, X, 1),
     "lion_update: `stop_gradients`": stopping(jgrad.lion_update, X, X, 0.1, X),
     "lars_update: `stop_gradients`": stopping(jgrad.lars_update, X, X, 0.1),
     "lamb_update: `stop_gradients`": stopping(jgrad.lamb_update, X, X, 0.1, X, X, 1),
