@@ -112,7 +112,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow(always=["a norm of some"])
+@pytest.mark.slow(always=["a rate made of several gradients", "a norm of some",
+    "a number of several gradients in the state"])  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 def test_what_needs_several_gradients(x64, name):
     make, options, waits = CASES[name]

@@ -137,7 +137,7 @@ def test_e08_slopes_of_trust_ratios(largest, scale):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=atol)
 
 
-@pytest.mark.parametrize("make", [pytest.param(jgrad.lars, marks=pytest.mark.slow), jgrad.lamb])
+@pytest.mark.parametrize("make", [jgrad.lars, jgrad.lamb])
 def test_e08_slopes_of_ratios_by_the_decay(make, x64):
     """It is in both norms, or in the divisor alone."""
     w, g, h = jnp.asarray([3.0, 4.0]), jnp.asarray([1.0, -2.0]), 1e-6

@@ -153,7 +153,7 @@ def test_numbers_of_all_sizes(name, form):
 
 @recipes(
     ("skip", "skip with a loss scale", "skip, clip, stochastic"),
-    {"kernel": ("skip, clip, stochastic",), "two passes": ("skip",)},
+    {"kernel": ("skip with a loss scale", "skip, clip, stochastic"), "two passes": ("skip",)},
 )
 def test_a_skipped_step(name, form):
     """Codes, scales and weights stay, and the next step is as if it had not been."""
