@@ -20,11 +20,12 @@ import time
 import pytest
 
 BUDGET = 460  # two cores have 480 in four minutes
+SLACK = 1.5  # equal tests differ by a third in CPU seconds between quiet and busy machines
 DEAREST = 20
 
 
 def pytest_addoption(parser):
-    help = f"With -p tests.cost: fail if the run takes more than {BUDGET} CPU seconds."
+    help = f"With -p tests.cost: fail if the run takes more than {SLACK} x {BUDGET} CPU seconds."
     parser.addoption("--budget", action="store_true", help=help)
 
 
@@ -66,7 +67,7 @@ class Cost:
         output = getattr(self.config, "workeroutput", None)
         if output is not None:
             output.update(cost_of_tests=self.of_tests, cost=_seconds())
-        elif self.config.getoption("--budget") and self.total() > BUDGET:
+        elif self.config.getoption("--budget") and self.total() > SLACK * BUDGET:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def total(self) -> float:
@@ -78,7 +79,9 @@ class Cost:
         for line in table(self.of_tests, self.total()):
             terminalreporter.write_line(line)
         if self.config.getoption("--budget"):
-            terminalreporter.write_line(f"The budget is {BUDGET} CPU seconds.")
+            terminalreporter.write_line(
+                f"The budget is {BUDGET} CPU seconds; a failure from {SLACK} times that on."
+            )
 
 
 def table(of_tests: dict[str, float], total: float) -> list[str]:
