@@ -15,7 +15,8 @@ import pytest
 import jgrad
 from tests.support.loops import run
 
-TEXT = (pathlib.Path(__file__).parents[2] / "docs" / "from_optax.md").read_text()
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "from_optax.md").read_text()
 TABLE = re.findall(r"^\| `(optax\..+?)` \| `(jgrad\..+?)`", TEXT, re.MULTILINE)
 ROWS = {theirs: (theirs, ours) for theirs, ours in TABLE if not theirs.startswith("optax.tree.")}
 NAMES = {
@@ -99,7 +100,8 @@ WRAPPERS = {
     "MultiSteps": (optax.MultiSteps, optax.MultiStepsState, {"has_updated"}),
     "apply_if_finite": (optax.apply_if_finite, optax.ApplyIfFiniteState, set()),
 }
-EQUALS = re.findall(r"^\| `(\w+)`: (.+?) \| (.+) \|$", TEXT, re.MULTILINE)
+OF_WRAPPERS = (ROOT / "benchmarks" / "notes" / "wrappers_of_optax.md").read_text()
+EQUALS = re.findall(r"^\| `(\w+)`: (.+?) \| (.+) \|$", OF_WRAPPERS, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
@@ -120,6 +122,7 @@ def test_what_stands_for_them_is_there():
         "MultiSteps": jgrad.accumulate(jgrad.adam(0.1), 2).init(w),
         "apply_if_finite": jgrad.skip_nonfinite(jgrad.adam(0.1)).init(w),
     }
+    assert {name for name, _, _ in EQUALS} == states.keys()
     for name, _, ours in EQUALS:
         for field in re.findall(r"`state\.(\w+)`", ours):
             assert hasattr(states[name], field)

@@ -279,7 +279,10 @@ def mapped(subject, form, where):
 def under_vmap(subject, form, where):
     run, models = mapped(subject, form, where)
     found = jax.device_get(jax.jit(run)(*models))
-    first, *others = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(MODELS))
+    # Random bits of what varies along a mesh axis are its device's, and each has one model.
+    is_rounded = subject.name.endswith(("-8bit", "-bf16"))
+    alike = 1 if where == "models" and is_rounded else MODELS
+    first, *others = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(alike))
     for other in others:
         assert_equal(other, first)
     return first
