@@ -370,7 +370,7 @@ MUTATIONS = [
     Mutation("Geometry._bounds", "the last block of a layer is lost", "((0, X), (X, _))", "((0, X),)", "tests/quantized/test_encoding.py"),
     Mutation("Geometry.of_leaf", "blocks straddle layers", "not _", "True", "tests/quantized/test_encoding.py"),
     Mutation("_order_of_scale", "scales of stacked layers out of order", "(*_, *(X for _ in _ if Y))", "tuple(axes)", "tests/packed/test_quantized_buffers.py"),
-    Mutation("eight_bits._chosen", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
+    Mutation("encoding.new_or_old", "codes of a skipped step are kept", "jax.tree.map(_, X, _)", "X", "tests/everywhere/test_eight_bits.py"),
     Mutation("MomentOptions._check_forms", "a state of another recipe is accepted", "came is (None if _ else X)", "True", MESSAGES),
     Mutation("_as_returned", "specs of a state are shorter than those of types", "AxisType.Explicit not in _", "True", DEVICES + "/test_compiled_once.py -k types"),
     # ---- random bits of a shard

@@ -56,7 +56,9 @@ class EightBits(ChosenForm):
         if moment.has_form:
             target = geometry(moment.old), codec_of(moment.old), moment.rounding
             new = encoding.encoded(rule, args, *target, exact)
-            moment.new = new if moment.flag is None else _chosen(moment.flag, new, moment.old)
+            if moment.flag is not None:
+                new = encoding.new_or_old(moment.flag, new, moment.old)
+            moment.new = new
         return exact
 
     def kernels(self, x: Blocks) -> Any:
@@ -107,8 +109,3 @@ class EightBits(ChosenForm):
 
     def belong_on_host(self, x: Blocks, is_large: Callable[[Leaf], bool]) -> list[bool]:
         return words.belong_on_host(x, is_large)
-
-
-def _chosen(flag: jax.Array, new: Blocks, old: Blocks) -> Blocks:
-    chosen: Blocks = jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
-    return chosen

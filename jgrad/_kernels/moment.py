@@ -10,7 +10,6 @@ change by less than half the distance between two representable numbers: 0.2% in
 in 8 bits.
 """
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -100,9 +99,5 @@ class CodesPass(ScalePass):
 
     def stored(self, exact: jax.Array) -> Blocks:
         form = geometry(self.blocks), codec_of(self.blocks), self._rounding
-        new: Blocks = encoding.with_scale(exact, self._scale, *form)
-        return new if self.flag is None else jax.tree.map(_where(self.flag), new, self.blocks)
-
-
-def _where(flag: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda new, old: jnp.where(flag, new, old)
+        new = encoding.with_scale(exact, self._scale, *form)
+        return new if self.flag is None else encoding.new_or_old(self.flag, new, self.blocks)

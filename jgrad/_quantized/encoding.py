@@ -165,6 +165,12 @@ def with_scale(
     return Blocks(codec.encode(value, inverse, random), scale)
 
 
+def new_or_old(flag: jax.Array, new: Blocks, old: Blocks) -> Blocks:
+    """The new codes and scales, or the old ones where the flag is False."""
+    blocks: Blocks = jax.tree.map(lambda n, o: jnp.where(flag, n, o), new, old)
+    return blocks
+
+
 def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Any) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
     for like in jax.tree.leaves(args, is_leaf=is_leaf):
