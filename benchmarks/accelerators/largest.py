@@ -107,11 +107,13 @@ class Result(NamedTuple):
         return self.peak is not None and self.peak <= TARGETS[self.target].memory
 
 
-def compiled(target: str, row: str, name: str) -> Result:
-    """A train step."""
+def compiled(target: str, row: str, name: str, sequences: int = 1, remat: Any = None) -> Result:
+    """A train step; None as `remat` has the inputs of layers on the host where weights are."""
     (recipe, form, _), model = ROWS[row], FAMILY[name]
-    params, tokens = llama.shapes(model, recipe.dtype), jax.ShapeDtypeStruct((1, TOKENS), jnp.int32)
-    remat = INPUTS_ON_HOST if recipe.on_host == ALL else True
+    params = llama.shapes(model, recipe.dtype)
+    tokens = jax.ShapeDtypeStruct((sequences, TOKENS), jnp.int32)
+    if remat is None:
+        remat = INPUTS_ON_HOST if recipe.on_host == ALL else True
     loss = functools.partial(llama.loss, model, remat=remat)
     try:
         counts = train_steps.compiled(TARGETS[target], recipe, form, loss, params, tokens).counts
@@ -138,6 +140,15 @@ def largest(target: str, row: str) -> Result:
         k -= 1
         found = compiled(target, row, names[k])
     return found
+
+
+def with_and_without(name: str, sequences: int) -> None:
+    """Prints the peak of a batch on a v5e, with inputs of layers on the host and on the device."""
+    row = next(x for x in ROWS if "all in host memory, bfloat16" in x)
+    for where, remat in (("host", INPUTS_ON_HOST), ("device", True)):
+        peak = compiled("v5e", row, name, sequences, remat).peak
+        shown = "too large to compile" if peak is None else f"{peak / 1e9:.1f} GB"
+        print(f"{name}, {sequences} x {TOKENS} tokens, inputs on the {where}: {shown}", flush=True)
 
 
 def known() -> dict[tuple[str, str], Result]:
@@ -180,6 +191,9 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     jax.config.update("jax_platforms", "cpu")  # compilers are asked, no device
     logging.set_verbosity(logging.WARNING)
+    if flags.FLAGS.model:
+        with_and_without(flags.FLAGS.model, flags.FLAGS.sequences)
+        return
     found = {}
     for target in MACHINES:
         if reason := targets.missing(TARGETS[target]):
@@ -203,4 +217,6 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":  # tests import this file beside others, whose flags have these names
     flags.DEFINE_string("only", "", "Rows whose name holds this.")
     flags.DEFINE_bool("write", False, "Keep the results, and write the table.")
+    flags.DEFINE_enum("model", "", ["", *FAMILY], "Instead, one with inputs on host and device.")
+    flags.DEFINE_integer("sequences", 8, "Of the batch, with `--model`.")
     app.run(main)

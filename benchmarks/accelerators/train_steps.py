@@ -160,7 +160,7 @@ def _placed(target: Target, tree: Any, on_host: Sequence[bool]) -> Any:
 
 
 def _is_on_host(recipe: Recipe, path: Any, x: Any) -> bool:
-    """Whether a parameter is; small ones stay on the device, as `offload` places them."""
+    """Whether a parameter is: a matrix, or a stack of these, of a million elements at least."""
     chosen = recipe.on_host == ALL or (recipe.on_host == LAYERS_TOO and "layers" in str(path))
     return chosen and x.size >= 2**20 and x.ndim > 1
 
