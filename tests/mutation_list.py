@@ -393,7 +393,7 @@ MUTATIONS = [
     Mutation("LeafKernel.__call__", "a kernel has numbers of 64 bits", "core.enable_x64(False)", "core.enable_x64(jax.config.jax_enable_x64)", SAME_NUMBERS + " -k x64"),
     Mutation("LeafKernel.__init__", "a kernel reads what it does not need", "not is_read", "False", KERNELS),
     Mutation("_without_unused", "a kernel writes what nobody reads", "is_used and next(still)", "is_used | next(still, True)", KERNELS),
-    Mutation("CodesPass.stored", "the second pass keeps no codes of a skipped step", "jax.tree.map(_, X, _)", "X", SAME_NUMBERS + " -k skip"),
+    Mutation("CodesPass.stored", "the second pass keeps no codes of a skipped step", "X if self.flag is None else _", "X", SAME_NUMBERS + " -k skip"),
     Mutation("leaf_step.place_of", "half a block in a shard", "n % _", "False", PLACES),
     # ---- what stands around a kernel
     Mutation("around.origin", "numbers of two steps before a kernel change places", "(*of_step, *numbers)", "(*numbers, *of_step)", KERNELS + " " + SAME_NUMBERS),
