@@ -191,6 +191,16 @@ def zip_leaves(*args: PerLeaf) -> list[tuple[Any, ...]]:
     return list(zip(*(per_leaf(x, count) for x in args), strict=True))
 
 
+def at(x: Any, rows: Sequence[int]) -> Any:
+    """The entries of some leaves, by their positions: of a list, and of each list in a tuple."""
+    if isinstance(x, list):
+        return list(map(x.__getitem__, rows))
+    if isinstance(x, tuple):
+        entries = [at(y, rows) for y in x]
+        return type(x)(*entries) if hasattr(x, "_fields") else tuple(entries)
+    return x
+
+
 def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
     """The call of `rule` on each leaf's entries."""
     rows = zip_leaves(*args)

@@ -85,9 +85,14 @@ class AlignedArguments:
             for name, tree in self._trees.items()
         }
         self._check(present, list(self._trees.values())[aligned.finest])
+        self._whole = dict(self._leaves)
+        has_gradient = [g is not None for g in self._leaves[self._gradient]]
+        self._rows = list(itertools.compress(itertools.count(), has_gradient))
+        for name in present:
+            self._leaves[name] = self._pick(self._leaves[name])
         for name, role in roles.items():
             if name not in present:
-                self._leaves[name] = [0.0] * self._structure.num_leaves
+                self._leaves[name] = [0.0] * len(self._rows)
             elif role is Role.BETA:
                 forms = named[name]
                 self._leaves[name] = BetaForms(
@@ -102,6 +107,10 @@ class AlignedArguments:
         """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
         return self._leaves[name]
 
+    def _pick(self, entries: Sequence[Any]) -> list[Any]:
+        """Those of the leaves that are updated."""
+        return list(map(entries.__getitem__, self._rows))
+
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
         # The weights may be one array for a tree of gradients: the finer of the two has the leaves.
@@ -112,7 +121,7 @@ class AlignedArguments:
         if self._packed:
             leaves = trees.flatten(unpacked)[0]
         else:
-            leaves = _first_below(self[self._reference], counts)
+            leaves = _first_below(self._whole[self._reference], counts)
         reference = ArgLeaves(
             self._function, self._reference, leaves, lambda: trees.paths(unpacked)
         )
@@ -125,7 +134,7 @@ class AlignedArguments:
         options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = of_arrays(array_spec.specs(tree), *options, reference)
         arrays = zip(*(self[name] for name in both), strict=True)
-        return as_typed(trees.repeat(per_array, counts), options[0], arrays)
+        return as_typed(self._pick(trees.repeat(per_array, counts)), options[0], arrays)
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
@@ -140,7 +149,9 @@ class AlignedArguments:
         The tree is as fine as the finest argument that the values are computed from, which by
         default is all of them.
         """
-        leaves = cast_back(new, self[name])
+        leaves = list(self._whole[name])
+        for i, x in zip(self._rows, cast_back(new, self[name]), strict=True):
+            leaves[i] = x
         if trees.flatten(self._trees[name])[1] == self._structure:
             return self._structure.unflatten(leaves)  # no tree is finer
         finest = None if computed_from is None else self._finest((name, *computed_from))
@@ -193,7 +204,7 @@ class AlignedArguments:
             tree = trees.map_leaves(_scalar, tree)
         if self._packed and not checked:
             tree = self._per_array(name, tree)
-        return trees.repeat(trees.flatten(tree)[0], self._counts[name])
+        return self._pick(trees.repeat(trees.flatten(tree)[0], self._counts[name]))
 
     def _check(self, roles: Roles, finest: PyTree) -> None:
         """Checks kinds and shapes, leaf by leaf."""

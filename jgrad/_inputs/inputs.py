@@ -3,7 +3,9 @@
 Methods and wrappers compute with lists that have an entry per leaf; options are read separately.
 """
 
+import copy
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
@@ -43,6 +45,7 @@ class Parameters:
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
       g: gradients; in an `init` there are none.
       is_updated: whether each leaf is: it is floating or complex, and has a gradient in an update.
+      rows: the positions of these arrays in the tree; of all of them, except in `updated`.
     """
 
     def __init__(self, function: str, tree: PyTree, name: str = "params") -> None:
@@ -53,6 +56,7 @@ class Parameters:
         self.shapes = trees.shapes(tree) if self.has_buffers else tree
         self.g: list[Any] = [None] * len(self.specs)
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
+        self.rows: Sequence[int] = range(len(self.specs))
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""
@@ -81,18 +85,12 @@ class Parameters:
     def per_array(self, entries: Sequence[Any]) -> list[Any]:
         """An entry for each array, from one for each leaf of the unpacked tree."""
         if not self.has_buffers:
-            return list(entries)
+            return list(map(entries.__getitem__, self.rows))
         per_array = [spec.per_array(entries) for spec in self.specs]
         pairs = zip(per_array, self.specs, strict=True)
         if any(spec.is_buffer and np.ndim(x) for x, spec in pairs):
             self.check_buffers()
         return per_array
-
-    def per_leaf(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each leaf of the unpacked tree, from one for each array; None for None."""
-        pairs = list(zip(self.specs, entries, strict=True))
-        of_leaves = {i: x for spec, x in pairs for i in spec.positions}
-        return list(map(of_leaves.get, range(trees.flatten(self.shapes)[1].num_leaves)))
 
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
@@ -143,9 +141,24 @@ class Inputs(Parameters):
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
+        self._whole = self.reference.leaves
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
+
+    def updated(self) -> "Inputs":
+        """The same, with the arrays alone that are updated, of which each has a gradient."""
+        new = copy.copy(self)
+        new.rows = list(itertools.compress(self.rows, self.is_updated))
+        new.reference = self.reference.at(new.rows)
+        lists = (self.specs, self.g, self.is_updated, self.w)
+        new.specs, new.g, new.is_updated, new.w = leafwise.at(lists, new.rows)
+        return new
+
+    def put_back(self, entries: Sequence[Any]) -> list[Any]:
+        """An entry for each array of the tree, None where it is not updated."""
+        of_rows = dict(zip(self.rows, entries, strict=True))
+        return list(map(of_rows.get, range(len(self._whole))))
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters; an error if they are missing."""
@@ -154,11 +167,6 @@ class Inputs(Parameters):
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
-    def with_zeros(self, updates: PyTree) -> PyTree:
-        """The updates, with zeros where a parameter has None."""
-        updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
-        return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
-
     def directions(self, values: Sequence[Any]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value.
 
@@ -166,17 +174,16 @@ class Inputs(Parameters):
         """
         leaves = [x.array if isinstance(x, Finished) else x for x in values]
         if self.commit is not None:
-            kept = leafwise.run(
-                [
-                    (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
-                    if checks.is_inexact(u)
-                    else None
-                    for u, p in zip(values, self.reference.leaves, strict=True)
-                ]
-            )
-            leaves = [u if x is None else x for x, u in zip(kept, leaves, strict=True)]
-        leaves = list(map(_or_zeros, leaves, self.reference.leaves))
-        updates = cast_back(leaves, self.reference.leaves)
+            columns = zip(leaves, values, self.reference.leaves, strict=True)
+            calls = [
+                (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
+                if checks.is_inexact(u)
+                else (leafwise.identity, (x,))
+                for x, u, p in columns
+            ]
+            leaves = leafwise.run(calls)
+        leaves = list(map(_or_zeros, self.put_back(leaves), self._whole))
+        updates = cast_back(leaves, self._whole)
         if self.commit is not None:
             self.commit.settle(updates)
         return self._structure.unflatten(updates)
@@ -221,7 +228,7 @@ class Inputs(Parameters):
         updated = [x if use else None for x, use in zip(like, self.is_updated, strict=True)]
         for i, (moment, x) in enumerate(zip(arg.leaves, updated, strict=True)):
             if self.is_updated[i]:
-                self._check_kind(arg, i, moment, x, shapes is not None, real=real)
+                self.check_kind(arg, i, moment, x, shapes is not None, real=real)
             elif self.w is None and moment is not None and self.reference.leaves[i] is not None:
                 came = checks.describe(self.reference.leaves[i])
                 expected = f"a floating dtype, since `{name}` has an array for it"
@@ -229,21 +236,10 @@ class Inputs(Parameters):
         checks.same_shapes(arg, self.reference._replace(leaves=updated))
         return list(arg.leaves)
 
-    def copies(self, name: str, tree: PyTree) -> list[Any]:
-        """The leaves of a part of the state that has copies or averages of parameters.
-
-        None where nothing is updated and `init` saw no parameter, as in a part of a model.
-        """
-        arg = self.like_reference(name, tree).with_arrays()
-        for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
-            if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
-                self._check_kind(arg, i, x, p, is_of_some=False, real=False)
-        checks.same_shapes(arg, self.reference)
-        return list(arg.leaves)
-
-    def _check_kind(
+    def check_kind(
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
+        """An error where a part of the state is no array like a leaf, or has another form."""
         form, expected_form = forms.of(moment), forms.of(x)
         if form is not None and x is not None:
             form.check(arg, i, moment, x, real=real, remedy=OTHER_FORM)

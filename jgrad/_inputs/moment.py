@@ -47,6 +47,11 @@ class Moment:
             flag, clips = self.commit.flag, self.commit.clips
         return LeafMoment(old, rounding, flag, clips, self.has_form)
 
+    def at(self, rows: Sequence[int]) -> "Moment":
+        """Of some of these arrays, by their positions."""
+        random = None if self.random is None else self.random.at(rows)
+        return dataclasses.replace(self, old=leafwise.at(self.old, rows), random=random)
+
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
         if self.has_form and self.commit is not None:
@@ -73,7 +78,7 @@ class Step(NamedTuple):
       number: of this update, counting from 1.
       done: number of completed updates, as in the state.
       moments: by their names, those of `Shapes`.
-      matrices: of `Shapes`.
+      matrices: of `Shapes`, of each leaf.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: other fields of the state, as the method reads them.
     """
@@ -84,6 +89,10 @@ class Step(NamedTuple):
     matrices: list[Any]
     numbers: Mapping[str, Any]
     more: Any = None
+
+    def at(self, rows: Sequence[int]) -> "Step":
+        """With the moments of some of these arrays, by their positions."""
+        return self._replace(moments={name: x.at(rows) for name, x in self.moments.items()})
 
     @property
     def as_float(self) -> jax.Array:
@@ -129,9 +138,9 @@ def zeros(
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     like, structure = trees.flatten(params if shapes is None else shapes)
     zeros: list[Any] = [None] * len(like)
-    # If leaves are packed, some methods pass this per leaf and not per array; none is whole there.
-    names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
-    columns = zip(leaves, like, names, layouts or [None] * len(like), strict=True)
+    columns = zip(
+        leaves, like, mesh_axes or [None] * len(like), layouts or [None] * len(like), strict=True
+    )
     for i, (p, x, names_of, layout) in enumerate(columns):
         if p is None or x is None:
             continue

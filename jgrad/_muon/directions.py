@@ -1,7 +1,6 @@
 """Muon's direction of each array: matrices by Newton-Schulz, all other leaves by Adam.
 
-Matrices are never packed, so everything here is a list with an entry for each array: lists for
-matrices have None for all other arrays, and the other way round.
+Matrices are never packed, so a list has an entry for each array: one of matrices, or one of others.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
 from jgrad._layers import matrix_axes
-from jgrad._layers.matrix_axes import Array, MatrixAxes
+from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
@@ -33,7 +32,7 @@ _EPSILON = 1e-8
 
 T = TypeVar("T")
 PerArray: TypeAlias = list[T]
-Axes: TypeAlias = PerArray[MatrixAxes | None]
+Axes: TypeAlias = PerArray[MatrixAxes]
 
 
 class Directions(NamedTuple):
@@ -43,42 +42,60 @@ class Directions(NamedTuple):
       direction: of each array.
       mw: new first moments.
       vw: new second moments.
-      signs: of each array one that has the signs of Adam's direction.
+      signs: of each array one that has the signs of the direction.
     """
 
-    direction: PerArray[Array]
+    direction: PerArray[jax.Array]
     mw: PerArray[Any]
     vw: PerArray[Any]
-    signs: PerArray[Array]
+    signs: PerArray[jax.Array]
 
 
 def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     """The direction of each array, and the new moments."""
-    matrices: Axes = inputs.per_array(step.matrices)
-    both = list(zip(inputs.g, matrices, strict=True))
-    g = [x if of else None for x, of in both]
-    axes = [of.whole if of and x is not None else None for x, of in both]
-    g_of_others = [None if of else x for x, of in both]
-
+    matrices = inputs.per_array(step.matrices)
+    kinds = TwoKinds.where(matrices)
     n = muon.read(inputs, step)
-    first, second = step.moments["mw"], step.moments["vw"]
+    of_first = leafwise.at((matrices, inputs.g, n.momentum, n.error_decay), kinds.first)
+    of_matrices = _of_matrices(inputs.function, muon, step.at(kinds.first), *of_first)
+    betas = n.adam_beta1, n.adam_beta2
+    of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
+    pairs, mw, vw = adam_of.adam_of_leaf(
+        leafwise.at(inputs.g, kinds.second),
+        *step.at(kinds.second).moments.values(),
+        leafwise.at(of_adam, kinds.second),
+    )
+    others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
+    return Directions(*map(kinds.together, of_matrices, others))
+
+
+def _of_matrices(
+    function: str,
+    muon: Given,
+    step: Step,
+    matrices: Axes,
+    g: PerArray[jax.Array],
+    momentum: BetaForms,
+    error_decay: BetaForms,
+) -> Directions:
+    """Those of matrices, of which alone the moments of `step` are."""
+    axes, (first, second) = [of.whole for of in matrices], step.moments.values()
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
-    is_taken: PerArray[Array] | None = None
+    is_taken: PerArray[jax.Array] | None = None
     if muon.fraction is None:
         if (decay := step.numbers.get("error_decay")) is not None:
             without = "without `fraction`"
-            refuse_without_effect(inputs.function, "error_decay", decay, None, without)
-        momentum = _look_ahead if muon.nesterov else average_of_leaf
-        m, mw_of_matrices = momentum(g, first, n.momentum)
+            refuse_without_effect(function, "error_decay", decay, None, without)
+        averaged = _look_ahead if muon.nesterov else average_of_leaf
+        m, mw = averaged(g, first, momentum)
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
-        x = orthogonalize.orthogonalized(inputs.function, m, axes, steps, muon.shard_over)
+        x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
     else:
-        check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
-        old = [None if x is None else y for x, y in zip(g, first.old, strict=True)]
-        sums = leafwise.apply(rules.add_scaled, g, old)
+        check_no_momentum(function, muon.fraction, step.numbers.get("momentum"))
+        sums = leafwise.apply(rules.add_scaled, g, first.old)
         x, is_taken = orthogonalize.orthogonalized_rows(
-            inputs.function,
+            function,
             matrix_axes.each(MatrixAxes.gathered, matrices, sums),
             axes,
             steps,
@@ -87,30 +104,15 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
             of_outputs=is_normuon,
         )
         there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
-        _, mw_of_matrices = _stored(
-            leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), first
-        )
-    vw_of_matrices: PerArray[Any] = [None] * len(x)
+        decayed = leafwise.apply(_decayed_rows, sums, there, error_decay.value)
+        _, mw = _stored(decayed, first)
+    vw = second.old  # which are none in Muon itself
     if is_normuon:
-        beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
-    x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
-
-    betas = n.adam_beta1, n.adam_beta2
-    of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
-    pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, first, second, of_adam)
-    others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
-    return Directions(
-        either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
-        either(mw_of_matrices, mw),
-        either(vw_of_matrices, vw),
-        signs,
-    )
-
-
-def either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
-    """Each entry of the first list, or that of the second where it is None."""
-    return [y if x is None else x for x, y in zip(first, second, strict=True)]
+        beta = numbers.beta(function, "normuon_beta", muon.normuon_beta)
+        x, vw = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
+    x = leafwise.apply(rules.scale_by, x, factors_of(function, muon.scale, axes))
+    x = matrix_axes.each(MatrixAxes.local_part, matrices, x)
+    return Directions(x, mw, vw, signs=x)
 
 
 def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
@@ -123,42 +125,39 @@ def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
     raise ValueError(f"{function}: `momentum`: {came}, expected {expected} decay of the sum.")
 
 
-def factors_of(
-    function: str, scale: Callable[[int, int], Any], axes: PerArray[MatrixAxes | None]
-) -> PerArray[Array]:
+def factors_of(function: str, scale: Callable[[int, int], Any], axes: Axes) -> PerArray[jax.Array]:
     """For each array a scalar, or one number per output where it has blocks of several sizes.
 
     Matrices with equal sizes share one in the program.
     """
     factors: dict[tuple[int, int], jax.Array] = {}
-    of_arrays: PerArray[Array] = [None] * len(axes)
-    for i, of in enumerate(axes):
-        sizes = [] if of is None else [piece.sizes for piece in matrix_axes.pieces(of)]
+    of_arrays: PerArray[jax.Array] = []
+    for of in axes:
+        sizes = [piece.sizes for piece in matrix_axes.pieces(of)]
         for size in sizes:
             if size not in factors:
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
                 factors[size] = numbers.scalar(function, f"scale{size}", x)
-        if of is not None and len(set(sizes)) > 1:
-            of_arrays[i] = matrix_axes.per_output([factors[size] for size in sizes], of)
-        elif of is not None:
-            of_arrays[i] = factors[sizes[0]]
+        is_one = len(set(sizes)) == 1
+        of_sizes = [factors[size] for size in sizes]
+        of_arrays.append(of_sizes[0] if is_one else matrix_axes.per_output(of_sizes, of))
     return of_arrays
 
 
 def _with_equal_outputs(
-    x: PerArray[Array],
+    x: PerArray[jax.Array],
     matrices: Axes,
     axes: Axes,
-    is_taken: PerArray[Array] | None,
+    is_taken: PerArray[jax.Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[Array], PerArray[Any]]:
+) -> tuple[PerArray[jax.Array], PerArray[Any]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.
     """
 
-    def local(numbers: PerArray[Array]) -> PerArray[Array]:
+    def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
         return matrix_axes.each(MatrixAxes.local_part, matrices, numbers, per_output=True)
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))

@@ -370,7 +370,7 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         new = directions(inputs, step, given)
         signs = new.signs if weight_decay_rule == "cautious" else None
         updates = descent_of(inputs, step, given).updates(new.direction, inputs.w, signs)
@@ -430,7 +430,7 @@ def scale_by_muon(
     """
     name, given = "scale_by_muon", _checked("scale_by_muon", _DIRECTION, locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         new = directions(inputs, step, given)
         return new.direction, new.mw, new.vw
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leaf_moment import Moments
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
 from jgrad._inputs.factory import FORM, Given, Options, checked, count, one_of
@@ -22,7 +22,7 @@ from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.transformation import MoreFields, transformation
-from jgrad._muon.directions import either
+from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
@@ -141,25 +141,31 @@ def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
 
 
 class _New(NamedTuple):
-    """What one update makes of the matrices; None for other arrays."""
+    """What one update makes of the matrices."""
 
     direction: list[Any]
     mw: list[Any]
     vw: list[Any]
-    factors: Sequence[OfLeaf | None]
+    factors: Sequence[OfLeaf]
 
 
-def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: Any) -> _New:
-    """The step in the bases as they are; behind it new averages, and sometimes new bases."""
-    old = Matrices(axes, _per_array(inputs, step.more))
-    sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
-    pairs = zip(inputs.g, sizes, strict=True)
-    g = leafwise.run(
-        [
-            None if x is None or size is None else (leafwise.fixed(_bounded, size=size), (x,))
-            for x, size in pairs
-        ]
-    )
+class _Numbers(NamedTuple):
+    beta1: BetaForms
+    beta2: BetaForms
+    shampoo_beta: BetaForms
+    epsilon: PerLeaf
+
+
+def _of_matrices(
+    inputs: Inputs, step: Step, soap: Given, old: Matrices, g: list[Any], n: _Numbers
+) -> _New:
+    """The step in the bases as they are; behind it new averages, and sometimes new bases.
+
+    Of matrices alone are the moments of `step`, the gradients and the numbers.
+    """
+    sizes = [math.prod(of.in_shard_map.whole.shape) for of in old.axes]
+    pairs = zip(g, sizes, strict=True)
+    g = leafwise.run([(leafwise.fixed(_bounded, size=size), (x,)) for x, size in pairs])
 
     is_first, done = step.number == 1, step.number - 1
     first, second = step.moments["mw"], step.moments["vw"]
@@ -177,8 +183,7 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
     new = old.averaged(g, n.shampoo_beta.value, n.shampoo_beta.complement)
     what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
     what = jnp.where(is_first, bases.BEGIN, what)
-    is_updated = [x is not None for x in g]
-    new = new.refreshed(inputs.function, is_updated, what, soap.shard_over)
+    new = new.refreshed(inputs.function, what, soap.shard_over)
     arrays, structure = trees.flatten(new.factors)
     kept = structure.unflatten(inputs.kept(arrays, trees.flatten(old.factors)[0]))
     return _New(direction, mw, vw, kept)
@@ -190,15 +195,10 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     def held(x: Any, first: float) -> Any:
         if not isinstance(x, list):
             return jnp.where(is_first, jnp.full_like(x, first), x)
-        known = {id(y): None if y is None else held(y, first) for y in x}
+        known = {id(y): held(y, first) for y in x}
         return [known[id(y)] for y in x]
 
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
-
-
-def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
-    """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
-    return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
 def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
@@ -218,22 +218,28 @@ def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers
 def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes, n = _per_array(inputs, step.matrices), soap.read(inputs, step)
-    new = _of_matrices(inputs, step, soap, axes, n)
-    g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
-    first, second = step.moments["mw"], step.moments["vw"]
-    both, mw, vw = adam_of.adam_of_leaf(g, first, second, _of_adam(soap, inputs, step, n))
-    others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
-    direction = either(new.direction, others)
-
-    signs = either(new.direction, like) if soap.weight_decay_rule == "cautious" else None
-    updates = descent_of(inputs, step, soap).updates(direction, inputs.w, signs)
+    axes, n = inputs.per_array(step.matrices), soap.read(inputs, step)
+    kinds = TwoKinds.where(axes)
+    of_leaves = [inputs.specs[i].positions[0] for i in kinds.first]  # matrices are not packed
+    old = Matrices(leafwise.at(axes, kinds.first), leafwise.at(step.more, of_leaves))
+    of_soap = _Numbers(n.beta1, n.beta2, n.shampoo_beta, n.epsilon)
+    of_first = leafwise.at((inputs.g, of_soap), kinds.first)
+    new = _of_matrices(inputs, step.at(kinds.first), soap, old, *of_first)
+    others, mw, vw = adam_of.adam_of_leaf(
+        leafwise.at(inputs.g, kinds.second),
+        *step.at(kinds.second).moments.values(),
+        leafwise.at(_of_adam(soap, inputs, step, n), kinds.second),
+    )
+    direction, signs = (kinds.together(new.direction, [x[k] for x in others]) for k in (0, 1))
+    like = signs if soap.weight_decay_rule == "cautious" else None
+    updates = descent_of(inputs, step, soap).updates(direction, inputs.w, like)
     if soap.first_step == "skip":
-        pairs = zip(new.direction, updates, strict=True)
-        of_matrices = [None if x is None else u for x, u in pairs]
-        updates = either(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
-    of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
-    return updates, either(new.mw, mw), either(new.vw, vw), of_factors
+        of_both = leafwise.at(updates, kinds.first), leafwise.at(updates, kinds.second)
+        skipped = leafwise.apply(_zero_at_first, of_both[0], step.number == 1)
+        updates = kinds.together(skipped, of_both[1])
+    of_all = dict(enumerate(step.more)) | dict(zip(of_leaves, new.factors, strict=True))
+    of_factors = tree_of(inputs, list(of_all.values()))
+    return updates, kinds.together(new.mw, mw), kinds.together(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

@@ -112,6 +112,11 @@ class ArgLeaves(NamedTuple):
         """The same, with JAX arrays for numbers and for NumPy arrays."""
         return self._replace(leaves=list(map(_as_jax_array, self.leaves)))
 
+    def at(self, rows: Sequence[int]) -> "ArgLeaves":
+        """Some of the leaves, under their paths."""
+        leaves, paths = list(map(self.leaves.__getitem__, rows)), self.paths
+        return self._replace(leaves=leaves, paths=lambda: [paths()[i] for i in rows])
+
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`"""
         where = f"{relation}{at(self.paths()[i])}"

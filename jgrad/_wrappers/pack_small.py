@@ -104,7 +104,8 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
             w = None if params is None else w
             steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
-        steps = inputs.with_zeros(steps)
+        # Zeros where a parameter was packed as None.
+        steps = inputs.directions(trees.flatten(steps)[0])
         return steps, new if old is None else _with_structure(new, old.structure)
 
     return pair(init, update, _NAME)
