@@ -5,9 +5,8 @@ of a second. Here, leaves of the same shape share a nested `jax.jit`, sixteen at
 JAX caches. XLA inlines the calls, so the compiled program stays the same. In eager mode, sixteen
 leaves need one dispatch.
 
-A list has an entry for each leaf; anything else is a scalar that all leaves share. If an entry is
-`None`, there is nothing to compute, and the result is `None`. Results are in float32 or float64,
-not yet in the dtypes of state and parameters.
+A list has an entry for each leaf; anything else is a scalar that all leaves share. Results are in
+float32 or float64, not yet in the dtypes of state and parameters.
 """
 
 import collections
@@ -99,16 +98,13 @@ def identity(x: R) -> R:
     return x
 
 
-def run(calls: Sequence[Call | None]) -> list[Any]:
-    """The result of each call; `None` for `None`. Equal calls are made once."""
+def run(calls: Sequence[Call]) -> list[Any]:
+    """The result of each call. Equal calls are made once."""
     results: list[Any] = [None] * len(calls)
     first: dict[Any, int] = {}
     repeated: dict[int, int] = {}
     alike: dict[Any, list[tuple[int, list[Any]]]] = collections.defaultdict(list)
-    for i, call in enumerate(calls):
-        if call is None:
-            continue
-        f, arguments = call
+    for i, (f, arguments) in enumerate(calls):
         if f is identity:
             results[i] = arguments[0]
             continue
@@ -201,10 +197,9 @@ def at(x: Any, rows: Sequence[int]) -> Any:
     return x
 
 
-def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
+def calls(rule: Function, *args: PerLeaf) -> list[Call]:
     """The call of `rule` on each leaf's entries."""
-    rows = zip_leaves(*args)
-    return [None if type(None) in map(type, row) else (rule, row) for row in rows]
+    return [(rule, row) for row in zip_leaves(*args)]
 
 
 def apply(rule: Function, *args: PerLeaf) -> list[Any]:

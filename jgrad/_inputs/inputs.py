@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,26 @@ class Parameters:
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
         self.shapes = trees.shapes(tree) if self.has_buffers else tree
         self.g: list[Any] = [None] * len(self.specs)
+        self.w: list[Any] | None = None
+        self._whole = self.reference.leaves
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
         self.rows: Sequence[int] = range(len(self.specs))
+
+    def updated(self) -> Self:
+        """The same, with the arrays alone that are updated."""
+        new = copy.copy(self)
+        new.rows = list(itertools.compress(self.rows, self.is_updated))
+        new.reference = self.reference.at(new.rows)
+        lists = (self.specs, self.g, self.is_updated, self.w)
+        new.specs, new.g, new.is_updated, new.w = leafwise.at(lists, new.rows)
+        return new
+
+    def put_back(self, new: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        """An entry for each array of the tree: new ones for these arrays, else those of others."""
+        entries = list(others)
+        for i, x in zip(self.rows, new, strict=True):
+            entries[i] = x
+        return entries
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""
@@ -133,7 +151,6 @@ class Inputs(Parameters):
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
-            self.w = None
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
@@ -141,24 +158,9 @@ class Inputs(Parameters):
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
-        self._whole = self.reference.leaves
         self._given = self.like_reference("updates", updates)
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
-
-    def updated(self) -> "Inputs":
-        """The same, with the arrays alone that are updated, of which each has a gradient."""
-        new = copy.copy(self)
-        new.rows = list(itertools.compress(self.rows, self.is_updated))
-        new.reference = self.reference.at(new.rows)
-        lists = (self.specs, self.g, self.is_updated, self.w)
-        new.specs, new.g, new.is_updated, new.w = leafwise.at(lists, new.rows)
-        return new
-
-    def put_back(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each array of the tree, None where it is not updated."""
-        of_rows = dict(zip(self.rows, entries, strict=True))
-        return list(map(of_rows.get, range(len(self._whole))))
 
     def require_params(self, reason: str) -> list[Any]:
         """The parameters; an error if they are missing."""
@@ -182,7 +184,9 @@ class Inputs(Parameters):
                 for x, u, p in columns
             ]
             leaves = leafwise.run(calls)
-        leaves = list(map(_or_zeros, self.put_back(leaves), self._whole))
+        leaves = self.put_back(leaves, [None] * len(self._whole))
+        both = zip(leaves, self._whole, strict=True)
+        leaves = [numerics.zeros_like(p) if x is None and p is not None else x for x, p in both]
         updates = cast_back(leaves, self._whole)
         if self.commit is not None:
             self.commit.settle(updates)
@@ -194,23 +198,22 @@ class Inputs(Parameters):
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
         `skip_nonfinite` then chooses afterwards. Moments go by `Moment.write`.
         """
-        others = [None if isinstance(x, Finished) else x for x in new]
-        check_form(self.function, others, old)
-        others = list(map(as_stored, kept_arrays(others, old, self.commit), old))
-        old_or_new = zip(new, others, strict=True)
-        kept = [x.array if isinstance(x, Finished) else other for x, other in old_or_new]
+        there = [i for i, x in enumerate(new) if not isinstance(x, Finished)]
+        of_old, others = leafwise.at((list(old), list(new)), there)
+        check_form(self.function, others, of_old)
+        others = map(as_stored, kept_arrays(others, of_old, self.commit), of_old)
+        kept = [x.array if isinstance(x, Finished) else next(others) for x in new]
         if self.commit is not None:
             self.commit.keep(kept, old)
         return kept
 
     def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
-        """New arrays in the dtypes of the old, which stay where there is no new one."""
-        return self._structure.unflatten(cast_back(new, old))
+        """New arrays in the dtypes of the old, of all of the tree, which stay for other leaves."""
+        return self._structure.unflatten(cast_back(self.put_back(new, old), old))
 
     def gradients(self, new: Sequence[Any]) -> PyTree:
-        """The gradients as they came in, with new ones for the leaves that are updated."""
-        old_and_new = zip(new, self._given.leaves, strict=True)
-        return self._structure.unflatten([g if x is None else x for x, g in old_and_new])
+        """The gradients as they came in, with new ones for these leaves."""
+        return self._structure.unflatten(self.put_back(new, self._given.leaves))
 
     def zeros(self) -> PyTree:
         """Updates that change nothing."""
@@ -280,10 +283,6 @@ _NOT_PACKED = (
 OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
-
-
-def _or_zeros(x: Any, p: Any) -> Any:
-    return numerics.zeros_like(p) if x is None and p is not None else x
 
 
 @functools.cache  # one function object for each dtype, so that JAX's caches find it again

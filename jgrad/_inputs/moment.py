@@ -201,9 +201,5 @@ def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Any) -> list[Any
     """The old arrays where the update is not committed."""
     if commit is None:
         return list(new)
-    return leafwise.run(
-        [
-            None if n is None else (kept(o.dtype, commit.clips), (n, o, commit.flag))
-            for n, o in zip(new, old, strict=True)
-        ]
-    )
+    both = zip(new, old, strict=True)
+    return leafwise.run([(kept(o.dtype, commit.clips), (n, o, commit.flag)) for n, o in both])

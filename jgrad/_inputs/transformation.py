@@ -371,7 +371,7 @@ def _in_state(
             begin = f"{inputs.function}: new moments `{field}`"
             raise TypeError(f"{begin}: {came}, expected {expected}.")
         # The old moments stay if there are no new ones.
-        values = inputs.put_back(values)
+        values = inputs.put_back(values, [None] * len(moment.old))
         check_form(inputs.function, values, moment.old)
         structure = trees.flatten(getattr(state, field))[1]
         stored[field] = structure.unflatten(rules.cast_back(values, moment.old))

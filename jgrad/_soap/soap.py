@@ -27,7 +27,6 @@ from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
-from jgrad._trees import trees
 from jgrad._trees.annotations import (
     ArrayAxes,
     Count,
@@ -184,8 +183,8 @@ def _of_matrices(
     what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
     what = jnp.where(is_first, bases.BEGIN, what)
     new = new.refreshed(inputs.function, what, soap.shard_over)
-    arrays, structure = trees.flatten(new.factors)
-    kept = structure.unflatten(inputs.kept(arrays, trees.flatten(old.factors)[0]))
+    arrays = (jax.tree.leaves(x) for x in (new.factors, old.factors))
+    kept = jax.tree.unflatten(jax.tree.structure(new.factors), inputs.kept(*arrays))
     return _New(direction, mw, vw, kept)
 
 

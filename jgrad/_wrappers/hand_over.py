@@ -44,18 +44,6 @@ class WrapperInputs(Inputs):
         super().__init__(function, updates, params, own)
         self.extra_args = extra_args
 
-    def copies(self, name: str, tree: PyTree) -> list[Any]:
-        """The leaves of a part of the state that has copies or averages of parameters.
-
-        None where nothing is updated and `init` saw no parameter, as in a part of a model.
-        """
-        arg = self.like_reference(name, tree).with_arrays()
-        for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
-            if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
-                self.check_kind(arg, i, x, p, is_of_some=False, real=False)
-        checks.same_shapes(arg, self.reference)
-        return list(arg.leaves)
-
     def hand_over(
         self,
         tx: optax.GradientTransformationExtraArgs,

@@ -513,11 +513,9 @@ def _measured(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool]
 ) -> list[jax.Array | None]:
     """The norms of the parameters."""
-    arrays = [
-        x if any(chosen[i] for i in spec.positions) else None
-        for x, spec in zip(inputs.reference.leaves, inputs.specs, strict=True)
-    ]
-    _, per_array = watch.norms_per_array(arrays, axes)
+    specs = enumerate(inputs.specs)
+    measured = [k for k, spec in specs if any(chosen[i] for i in spec.positions)]
+    _, per_array = watch.norms_per_array(inputs.reference.leaves, axes, measured)
     matrices, shapes = _matrices(inputs, axes), inputs.updated_shapes().leaves
     radii: list[jax.Array | None] = [None] * len(chosen)
     for i, of_array in per_array.items():

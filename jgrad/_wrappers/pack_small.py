@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.inputs import OTHER_FORM, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
@@ -104,11 +105,15 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
             w = None if params is None else w
             steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
-        # Zeros where a parameter was packed as None.
-        steps = inputs.directions(trees.flatten(steps)[0])
+        steps = jax.tree.map(_or_zeros, steps, inputs.tree, is_leaf=trees.is_none)
         return steps, new if old is None else _with_structure(new, old.structure)
 
     return pair(init, update, _NAME)
+
+
+def _or_zeros(u: Any, p: Any) -> Any:
+    """Zeros for an array that `init` did not see."""
+    return numerics.zeros_like(p) if u is None and p is not None else u
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
