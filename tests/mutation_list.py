@@ -489,7 +489,7 @@ MUTATIONS = [
     Mutation("_is_accepted", "equal losses have no spread", "jnp.maximum(X, _ * _)", "X", SPIKES),
     Mutation("_next_counts", "what is left out enters the window", "jnp.where(_, X, _.losses)", "X", SPIKES),
     Mutation("skip_spikes", "devices decide by their own losses", "jax.lax.pmean(X, _)", "X", SPIKES),
-    Mutation("skip_spikes.skip_spikes", "a window that hears nothing takes a spike", "True if _ else X", "True if inputs.leaves_out else X", SPIKES + " -k nothing_reaches"),
+    Mutation("RejectingInputs.accepted", "a window that hears nothing takes a spike", "True if _ else X", "True if self.leaves_out else X", SPIKES + " -k nothing_reaches"),
     Mutation("counted", "counters go on in a step that a wrapper around rejects", "jnp.where(_.flag, X, _)", "X", SPIKES),
     Mutation("inside.states_with", "only the next state is asked", "jax.tree.leaves(X, is_leaf=_)", "[X]", HAND_OVER),
     Mutation("_none_of", "the last leaf alone is looked at", "jnp.sort(X)", "X", SKIP),
