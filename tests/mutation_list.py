@@ -109,7 +109,6 @@ MUTATIONS = [
     Mutation("_inputs.transformation.transformation.init", "shapes come before what is no array", "checks.parameters(_)", "None", f"{VALUES} -k no_tree"),
     Mutation("PathRules.__jgrad_values__", "rules by path of trees", "not trees.is_one_leaf(_)", "False", f"{VALUES} -k no_number"),
     Mutation("matrix_options._sharded", "axes that do not exist in an update", "axis not in matrices.stacked", "False", "tests/muon/test_muon_edges.py -k m12"),
-    Mutation("layouts.layout_of", "a number of NumPy makes a name", "APART if _ else ''", "APART * is_apart", "tests/wrappers/test_pack_small.py -k what_is_packed"),
     Mutation("is_function", "a tree of rates is called", "not (_ and is_prefix(_, _))", "True", "tests/trees"),
     Mutation("is_function", "a schedule that is a tree is not called", "X and is_prefix(_, _)", "X", "tests/trees"),
     Mutation("arrays_of", "Python floats without a gradient become arrays", "_ and checks.is_number(_)", "False", "tests/inputs/test_models.py"),
