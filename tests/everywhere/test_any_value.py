@@ -212,7 +212,18 @@ OPTIONS = [
 def made(name, **options):
     """The transformation of a factory; what a new one needs beside is a row of `NEEDED`."""
     required = [x.name for x in FUNCTIONS[name] if x.default is x.empty or x.name in NEEDED]
+    missing = [x for x in required if x not in NEEDED]
+    row = f'"{name}": functools.partial(jgrad.{name}, ...)'
+    assert not missing, (
+        f"{name} needs {missing}. If it makes a transformation, give them values in NEEDED of "
+        f"{__name__}; if not, it needs a row in OTHERS: {row}, with its required arguments."
+    )
     return getattr(jgrad, name)(**{x: NEEDED[x] for x in required} | options)
+
+
+def test_a_function_without_a_row_is_told_what_it_needs():
+    with pytest.raises(AssertionError, match=r'a row in OTHERS: "adam_update": functools.partial'):
+        made("adam_update")
 
 
 def call(name, options):

@@ -385,6 +385,7 @@ def test_memory(row):
     size = jnp.dtype(dtype).itemsize
     assert total == pytest.approx(2 * size + kept, abs=1e-9)  # and its gradient
     w = {"w": jax.ShapeDtypeStruct((2**10, 2**10), dtype)}
+    assert name in OPTIMIZERS, f"docs/memory.md has {name}; OPTIMIZERS needs a row of that name"
     for make in OPTIMIZERS[name]:
         tx = make(0.1, **{"moment_dtype": option} if option else {})
         tx = getattr(jgrad, wrapper)(tx) if wrapper else tx

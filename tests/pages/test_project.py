@@ -11,7 +11,7 @@ import pytest
 
 import jgrad
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PLACEHOLDER = "OWNER"
 ADDRESS = re.compile(r"github(?:usercontent)?\.com/([\w-]+)/jgrad\b")
 GENERATED = {"_build", "gallery", "reference", "repository", "__pycache__", "data"}

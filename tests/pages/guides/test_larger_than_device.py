@@ -19,7 +19,7 @@ from flax import nnx, serialization
 import jgrad
 from jgrad._backward.step_in_backward import forced
 from jgrad._trees import host_memory
-from tests.guides.entries import after, choices, run
+from tests.pages.guides.entries import after, choices, run
 from tests.support.memory import kinds, largest_on_device, on_device
 
 PAGE = "docs/larger_than_device.md"

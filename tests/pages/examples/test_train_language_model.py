@@ -22,7 +22,7 @@ import watched
 from checkpoints import CheckpointError, Checkpoints
 from jgrad._backward.step_in_backward import forced
 from language_training import Settings, SettingsError
-from tests.examples.command import Command
+from tests.pages.examples.command import Command
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
 
