@@ -248,12 +248,12 @@ def test_nobody_else_looks_into_packed_trees(name):
 # files that name private modules. Who adds, takes out as much; a table of messages, figures or
 # mutations is data, in `tests/data`.
 TESTS = sorted((PACKAGE.parent / "tests").rglob("*.py"))
-LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 29_500, 80
+LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 29_500, 66
 
 
 @pytest.mark.ci
 def test_the_budget_of_tests():
     texts = {x: x.read_text() for x in TESTS if "pages" not in x.parts}
     assert sum(map(lines_of_code, texts.values())) <= LINES_OF_TESTS
-    private = [x for x in TESTS if re.search(r"jgrad\._", x.read_text())]
+    private = [x for x in TESTS if re.search(r"jgrad\._[a-z]", x.read_text())]
     assert len(private) <= NAMING_PRIVATE_MODULES
