@@ -6,7 +6,7 @@ import numpy as np
 import optax
 
 import jgrad
-from tests.clients import swap
+from tests.pages.clients import swap
 
 RATE = 0.01
 SCHEDULE = optax.cosine_decay_schedule(RATE, 50)

@@ -1,9 +1,9 @@
 """jgrad in the place of optax: a plugin for pytest, and functions with optax's signatures.
 
-    PYTHONPATH=tests/clients JGRAD_SWAP=jgrad pytest -p swap ...
+    PYTHONPATH=tests/pages/clients JGRAD_SWAP=jgrad pytest -p swap ...
 
 replaces what `NAMES` has in optax, before a test is imported. `python -m studies.clients` runs
-the tests of others in this way, and `tests/clients/` takes its optimizers from here.
+the tests of others in this way, and `tests/pages/clients/` takes its optimizers from here.
 """
 
 import collections

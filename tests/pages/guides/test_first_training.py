@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tests.guides.entries import README, after, choices, it_runs, run
+from tests.pages.guides.entries import README, after, choices, it_runs, run
 
 STARTED = "docs/getting_started.md"
 WRAPPERS = "docs/wrappers.md"

@@ -3,7 +3,7 @@
 Each of the other files of this folder runs those of some pages.
 """
 
-from tests.guides import (
+from tests.pages.guides import (
     test_choose,
     test_first_training,
     test_larger_than_device,
@@ -13,7 +13,7 @@ from tests.guides import (
     test_scanned_layers,
     test_trainers,
 )
-from tests.guides.entries import ENTRIES, README
+from tests.pages.guides.entries import ENTRIES, README
 from tests.support.pages import GUIDES, NOTES, blocks
 
 FILES = (

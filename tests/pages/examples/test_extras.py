@@ -10,7 +10,7 @@ import pytest
 
 import extras
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"scikit-learn": "sklearn", "orbax-checkpoint": "orbax", "absl-py": "absl"}
 NEEDED = {

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-COLABS = pathlib.Path(__file__).parents[2] / "colabs"
+COLABS = pathlib.Path(__file__).parents[3] / "colabs"
 LIMIT = 240  # seconds for a run, of which most is its start
 
 

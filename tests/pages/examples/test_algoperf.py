@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.support import algoperf_steps
-from tests.support.algoperf_steps import SHOWN
+from tests.pages.examples import algoperf_steps
+from tests.pages.examples.algoperf_steps import SHOWN
 
 ROOT = algoperf_steps.DATA.parents[2]
 with np.load(algoperf_steps.DATA) as _data:

@@ -14,8 +14,8 @@ from flax import serialization
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.guides.entries import after, choices, it_runs, run
-from tests.support import trainers
+from tests.pages.guides import trainers
+from tests.pages.guides.entries import after, choices, it_runs, run
 from tests.support.loops import assert_equal
 from tests.support.pages import blocks, page, run_example
 

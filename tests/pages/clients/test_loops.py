@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from tests.clients import swap
-from tests.clients.pairs import PAIRS, Counted, X, Y, both, repeated
+from tests.pages.clients import swap
+from tests.pages.clients.pairs import PAIRS, Counted, X, Y, both, repeated
 
 pytestmark = pytest.mark.clients
 

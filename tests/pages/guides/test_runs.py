@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.guides.entries import after, choices, it_runs, run
+from tests.pages.guides.entries import after, choices, it_runs, run
 from tests.support.loops import assert_equal
 from tests.support.pages import blocks, page
 

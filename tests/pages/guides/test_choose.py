@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.guides.entries import after, choices, in_both_forms, nbytes, run, size
+from tests.pages.guides.entries import after, choices, in_both_forms, nbytes, run, size
 from tests.support.loops import assert_equal
 from tests.support.pages import page, rows
 

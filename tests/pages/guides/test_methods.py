@@ -10,7 +10,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import jgrad
-from tests.guides.entries import after, choices, run
+from tests.pages.guides.entries import after, choices, run
 from tests.support.pages import blocks, page
 from tests.support.precision import in_64_bits
 

@@ -1,6 +1,6 @@
 """Steps of AlgoPerf's leading submission, kept in `tests/data/algoperf_steps.npz`.
 
-    python -m tests.support.algoperf_steps PATH
+    python -m tests.pages.examples.algoperf_steps PATH
 
 where PyTorch and NumPy are installed, and PATH is a checkout of
 github.com/mlcommons/submissions_algorithms at 12c8e4ea, writes the file. Its
@@ -18,7 +18,7 @@ import types
 
 import numpy as np
 
-DATA = pathlib.Path(__file__).parents[1] / "data" / "algoperf_steps.npz"
+DATA = pathlib.Path(__file__).parents[2] / "data" / "algoperf_steps.npz"
 SHOWN = (1, 2, 6, 7, 20)
 STEP_HINT = 400
 SHAPES = {"Dense_0": {"kernel": (12, 8), "bias": (8,)}, "Dense_1": {"kernel": (8, 5), "bias": (5,)}}

@@ -1,4 +1,4 @@
-"""What docs/scanned_layers.md and its script say of haiku; tests/guides has the other frameworks."""
+"""What docs/scanned_layers.md and its script say of haiku; tests/pages/guides has the other frameworks."""
 
 import re
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.guides.test_scanned_layers import HAIKU, assert_trains_as_ordinary, variants, whole
+from tests.pages.guides.test_scanned_layers import HAIKU, assert_trains_as_ordinary, variants, whole
 
 pytestmark = pytest.mark.clients
 

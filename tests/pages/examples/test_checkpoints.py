@@ -13,7 +13,7 @@ from tests.support import save_and_die
 from tests.support.loops import assert_equal
 
 pytestmark = pytest.mark.slow
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("keep", [1, 2])

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tests.examples.command import Command
+from tests.pages.examples.command import Command
 from tests.support.harm import data_file, flip_a_bit
 
 pytestmark = pytest.mark.slow
