@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jgrad
 from tests.support.errors import assert_error
+from tests.support.public import EXPORTED
 
 PARAMS = {"w": jnp.ones((64, 128)), "b": jnp.ones(2)}  # one leaf for 8 bits, one too small for them
 MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
@@ -194,7 +195,7 @@ OTHERS = {
 }
 FUNCTIONS = {
     name: inspect.signature(function).parameters.values()
-    for name in jgrad.__all__
+    for name in EXPORTED
     if inspect.isfunction(function := getattr(jgrad, name))
 }
 FACTORIES = [name for name in FUNCTIONS if name not in OTHERS]

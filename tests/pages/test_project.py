@@ -9,7 +9,7 @@ import tomllib
 
 import pytest
 
-import jgrad
+from tests.support.public import VERSION
 
 ROOT = pathlib.Path(__file__).parents[2]
 PLACEHOLDER = "OWNER"
@@ -66,7 +66,7 @@ def test_the_owner_is_replaced_in_every_file(tmp_path):
 
 def test_one_version():
     """Of the package, its citation, the newest section of the changelog and the golden states."""
-    version = jgrad.__version__
+    version = VERSION
     citation = (ROOT / "CITATION.cff").read_text()
     assert re.findall(r"^version: (\S+)$", citation, re.MULTILINE) == [version]
     released = re.findall(r"^## (\d\S*?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)

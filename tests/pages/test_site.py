@@ -15,6 +15,7 @@ import pytest
 import jgrad
 from tests.support import pages
 from tests.support.pages import ROOT, page
+from tests.support.public import EXPORTED, VERSION
 
 CONTENTS = runpy.run_path(str(ROOT / "docs/_extensions/contents.py"))
 NOTEBOOKS = sorted(file.name for file in ROOT.glob("colabs/*.ipynb"))
@@ -31,7 +32,7 @@ def targets(word):
 
 
 def test_words_are_for_public_names():
-    assert set(NAMES) <= set(jgrad.__all__)
+    assert set(NAMES) <= set(EXPORTED)
 
 
 @pytest.mark.parametrize("word", sorted({word for words in TARGETS.values() for word in words}))
@@ -40,7 +41,7 @@ def test_a_word_leads_to_one_thing(word):
     found = targets(word)
     assert len(found) == 1 or found in RELATED
     assert word == word.lower().strip()
-    assert word not in jgrad.__all__ or word == "quantized"  # an old name
+    assert word not in EXPORTED or word == "quantized"  # an old name
     assert ";" not in word  # which would be two entries for Sphinx
 
 
@@ -113,8 +114,8 @@ def site():
 def test_a_page_says_its_version_and_date(site):
     day = datetime.date.fromisoformat(re.search(r"date-released: (\S+)", page("CITATION.cff"))[1])
     text = (site / "memory.html").read_text()
-    assert f"<title>Memory &#8212; jgrad {jgrad.__version__}</title>" in text
-    assert f"jgrad {jgrad.__version__}, {day:%-d %B %Y} · <a" in text
+    assert f"<title>Memory &#8212; jgrad {VERSION}</title>" in text
+    assert f"jgrad {VERSION}, {day:%-d %B %Y} · <a" in text
 
 
 def test_what_to_change_is_a_page(site):
@@ -226,7 +227,7 @@ def test_terms_in_prose_are_set(prose, monkeypatch):
 def test_the_reference_has_a_line_for_each_name(site):
     """In a table of its group, with the first line of its docstring."""
     text = html.unescape(re.sub(r"<[^>]+>", "", (site / "reference.html").read_text()))
-    for name in jgrad.__all__:
+    for name in EXPORTED:
         first = re.sub("`", "", (getattr(jgrad, name).__doc__ or "").strip().partition("\n")[0])
         words = first.removesuffix(" Field names are part of the checkpoint format.")
         plain = lambda x: re.sub(r"\W+", " ", x)

@@ -20,11 +20,11 @@ import recipes
 import text
 import watched
 from checkpoints import CheckpointError, Checkpoints
-from jgrad._backward.step_in_backward import forced
 from language_training import Settings, SettingsError
 from tests.pages.examples.command import Command
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
+from tests.support.private import forced
 
 TINY = Settings(
     layers=2,

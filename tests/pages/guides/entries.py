@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.support.pages import blocks, run_example
+from tests.support.private import forced
 
 README = "README.md"
 IMPORTED = {"jax": jax, "jnp": jnp, "jgrad": jgrad, "optax": optax}

@@ -17,10 +17,9 @@ import pytest
 from flax import nnx, serialization
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
-from jgrad._trees import host_memory
 from tests.pages.guides.entries import after, choices, run
 from tests.support.memory import kinds, largest_on_device, on_device
+from tests.support.private import forced, host_memory
 
 PAGE = "docs/larger_than_device.md"
 NOTE = "benchmarks/notes/host_memory.md"

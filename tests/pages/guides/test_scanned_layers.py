@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of
 from tests.support.pages import blocks, blocks_of, page, section
+from tests.support.private import forced
 
 SCANNED_LAYERS = "docs/scanned_layers.md"
 PAGES = (SCANNED_LAYERS,)
