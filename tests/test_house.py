@@ -159,10 +159,10 @@ CLOSURES = {
     "_optimizers/adam.py": (23, 2_720),
     "_optimizers/lion.py": (23, 2_630),
     "_optimizers/gradient_descent.py": (23, 2_640),
-    "_optimizers/lamb.py": (28, 3_600),
+    "_optimizers/lamb.py": (28, 3_610),
     "_wrappers/clip.py": (24, 3_080),
-    "_wrappers/skip_nonfinite.py": (28, 3_580),
-    "_backward/step_in_backward.py": (35, 4_740),
+    "_wrappers/skip_nonfinite.py": (28, 3_590),
+    "_backward/step_in_backward.py": (36, 4_780),
 }
 
 
