@@ -23,7 +23,7 @@ from jgrad._inputs.moment import check_form, kept_arrays
 from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import NOTHING, Told
 
 
@@ -54,8 +54,8 @@ class Parameters:
         self.specs = array_spec.specs(tree)
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
         self.shapes = trees.shapes(tree) if self.has_buffers else tree
-        self.g: list[Any] = [None] * len(self.specs)
-        self.w: list[Any] | None = None
+        self.g: list[Leaf] = [None] * len(self.specs)
+        self.w: list[Leaf] | None = None
         self._whole = self.reference.leaves
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
         self.rows: Sequence[int] = range(len(self.specs))
@@ -69,7 +69,7 @@ class Parameters:
         new.specs, new.g, new.is_updated, new.w = leafwise.at(lists, new.rows)
         return new
 
-    def put_back(self, new: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    def put_back(self, new: Sequence[Leaf], others: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array of the tree: new ones for these arrays, else those of others."""
         entries = list(others)
         for i, x in zip(self.rows, new, strict=True):
@@ -100,7 +100,7 @@ class Parameters:
                     arg.fail(i, TypeError, "None, expected a value, since this leaf is updated")
         return arg
 
-    def per_array(self, entries: Sequence[Any]) -> list[Any]:
+    def per_array(self, entries: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array, from one for each leaf of the unpacked tree."""
         if not self.has_buffers:
             return list(map(entries.__getitem__, self.rows))
@@ -126,7 +126,7 @@ class Parameters:
     def updated_shapes(self) -> ArgLeaves:
         """The leaves of the unpacked tree, with `None` where nothing is updated."""
         arg = ArgLeaves.from_tree(self.function, self.reference.name, self.shapes).with_arrays()
-        updated: list[Any] = [None] * len(arg.leaves)
+        updated: list[Leaf] = [None] * len(arg.leaves)
         for spec, is_updated in zip(self.specs, self.is_updated, strict=True):
             for i in spec.positions if is_updated else ():
                 updated[i] = arg.leaves[i]
@@ -162,14 +162,14 @@ class Inputs(Parameters):
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
-    def require_params(self, reason: str) -> list[Any]:
+    def require_params(self, reason: str) -> list[Leaf]:
         """The parameters; an error if they are missing."""
         if self.w is None:
             remedy = "call `update(updates, state, params)`"
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
-    def directions(self, values: Sequence[Any]) -> PyTree:
+    def directions(self, values: Sequence[Leaf]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value.
 
         Zero, too, where they are not committed; and small enough to be added to any parameter.
@@ -192,7 +192,7 @@ class Inputs(Parameters):
             self.commit.settle(updates)
         return self._structure.unflatten(updates)
 
-    def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    def kept(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> list[Leaf]:
         """New arrays of a wrapper's state as they are stored; old ones if it is not committed.
 
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
@@ -207,11 +207,11 @@ class Inputs(Parameters):
             self.commit.keep(kept, old)
         return kept
 
-    def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
+    def moments(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> PyTree:
         """New arrays in the dtypes of the old, of all of the tree, which stay for other leaves."""
         return self._structure.unflatten(cast_back(self.put_back(new, old), old))
 
-    def gradients(self, new: Sequence[Any]) -> PyTree:
+    def gradients(self, new: Sequence[Leaf]) -> PyTree:
         """The gradients as they came in, with new ones for these leaves."""
         return self._structure.unflatten(self.put_back(new, self._given.leaves))
 
@@ -221,7 +221,7 @@ class Inputs(Parameters):
 
     def moment(
         self, name: str, tree: PyTree, shapes: PyTree = None, *, real: bool = False
-    ) -> list[Any]:
+    ) -> list[Leaf]:
         """The leaves of a part of the state, with the kinds and shapes of what is updated.
 
         `shapes` are others than the parameters', or None for leaves that have no such part.
@@ -260,7 +260,7 @@ class Inputs(Parameters):
                 expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
 
-    def _gradients(self, arg: ArgLeaves) -> list[Any]:
+    def _gradients(self, arg: ArgLeaves) -> list[Leaf]:
         gradients = []
         for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
             if (expected := _expected(g, p)) is not None:

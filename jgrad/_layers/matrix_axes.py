@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import axis_exists
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.shardings import all_gather, replicated
 
 
@@ -294,12 +295,12 @@ class TwoKinds(NamedTuple):
     second: list[int]
 
     @classmethod
-    def where(cls, is_first: Sequence[Any]) -> "TwoKinds":
+    def where(cls, is_first: Sequence[object]) -> "TwoKinds":
         """Those of the entries that are true, and of the others."""
         first = [i for i, x in enumerate(is_first) if x]
         return cls(first, [i for i, x in enumerate(is_first) if not x])
 
-    def together(self, of_first: Sequence[Any], of_second: Sequence[Any]) -> list[Any]:
+    def together(self, of_first: Sequence[Leaf], of_second: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each leaf, from those of both kinds."""
         entries = dict(zip((*self.first, *self.second), (*of_first, *of_second), strict=True))
         return list(map(entries.__getitem__, range(len(entries))))
@@ -309,8 +310,8 @@ class TwoKinds(NamedTuple):
 
 
 def on_matrices(
-    rule: Function, axes: Sequence[MatrixAxes], /, *columns: Sequence[Any], **options: Any
-) -> list[Any]:
+    rule: Function, axes: Sequence[MatrixAxes], /, *columns: Sequence[Leaf], **options: Any
+) -> list[Leaf]:
     """The rule of the entries of each array."""
     rows = zip(axes, *columns, strict=True)
     return leafwise.run([(leafwise.fixed(rule, axes=of, **options), tuple(x)) for of, *x in rows])

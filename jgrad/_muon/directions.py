@@ -4,7 +4,7 @@ Matrices are never packed, so a list has an entry for each array: one of matrice
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
+from jgrad._trees.annotations import Scalar
 from jgrad._trees.known_names import refuse_without_effect
+from jgrad._trees.protocols import Leaf
 
 MOMENTUM = 0.95  # by default
 
@@ -46,8 +48,8 @@ class Directions(NamedTuple):
     """
 
     direction: PerArray[jax.Array]
-    mw: PerArray[Any]
-    vw: PerArray[Any]
+    mw: PerArray[Leaf]
+    vw: PerArray[Leaf]
     signs: PerArray[jax.Array]
 
 
@@ -115,7 +117,7 @@ def _of_matrices(
     return Directions(x, mw, vw, signs=x)
 
 
-def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
+def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
     """Only the default, or what `optax.inject_hyperparams` makes of it."""
     momentum = numbers.as_python_number(momentum)
     if momentum is None or isinstance(momentum, jax.Array) or momentum == MOMENTUM:
@@ -125,7 +127,9 @@ def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
     raise ValueError(f"{function}: `momentum`: {came}, expected {expected} decay of the sum.")
 
 
-def factors_of(function: str, scale: Callable[[int, int], Any], axes: Axes) -> PerArray[jax.Array]:
+def factors_of(
+    function: str, scale: Callable[[int, int], Scalar], axes: Axes
+) -> PerArray[jax.Array]:
     """For each array a scalar, or one number per output where it has blocks of several sizes.
 
     Matrices with equal sizes share one in the program.
@@ -151,7 +155,7 @@ def _with_equal_outputs(
     is_taken: PerArray[jax.Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[jax.Array], PerArray[Any]]:
+) -> tuple[PerArray[jax.Array], PerArray[Leaf]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.

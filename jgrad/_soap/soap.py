@@ -38,7 +38,7 @@ from jgrad._trees.annotations import (
     Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 FirstStep = Literal["skip", "adam"]
 
@@ -142,9 +142,9 @@ def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
 class _New(NamedTuple):
     """What one update makes of the matrices."""
 
-    direction: list[Any]
-    mw: list[Any]
-    vw: list[Any]
+    direction: list[Leaf]
+    mw: list[Leaf]
+    vw: list[Leaf]
     factors: Sequence[OfLeaf]
 
 
@@ -156,7 +156,7 @@ class _Numbers(NamedTuple):
 
 
 def _of_matrices(
-    inputs: Inputs, step: Step, soap: Given, old: Matrices, g: list[Any], n: _Numbers
+    inputs: Inputs, step: Step, soap: Given, old: Matrices, g: list[Leaf], n: _Numbers
 ) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases.
 
@@ -191,7 +191,7 @@ def _of_matrices(
 def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     """With 1 and 0 in the first update, whose gradient is in no average."""
 
-    def held(x: Any, first: float) -> Any:
+    def held(x: Leaf, first: float) -> Leaf:
         if not isinstance(x, list):
             return jnp.where(is_first, jnp.full_like(x, first), x)
         known = {id(y): held(y, first) for y in x}
@@ -203,7 +203,7 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
 def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
 
-    def number(name: str, read: Callable[..., Any]) -> Any:
+    def number(name: str, read: Callable[..., Leaf]) -> Leaf:
         own = getattr(soap, f"adam_{name}")
         if own is None and step.numbers.get(f"adam_{name}") is None:
             return getattr(n, name)

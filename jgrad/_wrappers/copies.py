@@ -1,7 +1,6 @@
 """Copies and averages of parameters in the state of a wrapper."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jgrad._arithmetic import numerics
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 
 def begin(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) -> PyTree:
@@ -23,7 +22,7 @@ def begin(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) -
     )
 
 
-def read(inputs: Inputs, name: str, tree: PyTree) -> list[Any]:
+def read(inputs: Inputs, name: str, tree: PyTree) -> list[Leaf]:
     """The leaves of such a part of the state.
 
     None where nothing is updated and `init` saw no parameter, as in a part of a model.

@@ -19,7 +19,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -118,8 +118,8 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         then = Then(weights, rest, places_of(inputs, None), inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, master, then=then)
         copied = list(copies.leaves)
-        after: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
-        directions: list[Any] = trees.flatten(steps)[0]
+        after: list[Leaf] = trees.flatten(parameters.applied(master, steps))[0]
+        directions: list[Leaf] = trees.flatten(steps)[0]
         old = {i: x for i, x in enumerate(copies.leaves) if x is not None}
         for i, u in enumerate(directions):
             if i not in old:

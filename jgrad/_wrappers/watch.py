@@ -22,7 +22,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.told import SUM, of_all, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -79,7 +79,7 @@ def _norms_of(
 
 
 def norms_per_array(
-    arrays: Sequence[Any], layers: Sequence[LayerAxes], chosen: Sequence[int]
+    arrays: Sequence[Leaf], layers: Sequence[LayerAxes], chosen: Sequence[int]
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
     """The norms of all layers of some arrays in batches; and of each a vector, by position."""
     measured = sorted(chosen, key=lambda i: layers[i].sort_key)
@@ -364,14 +364,14 @@ def _kept(
     return new | dict(zip(keys, kept, strict=True))
 
 
-def _after(first: jax.Array, arrays: list[Any]) -> list[Any]:
+def _after(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
     """The arrays, which a CPU's program reads after a counter is there.
 
     Else it copies donated arrays that a branch reads and others replace. On other devices it does
     not, and a choice would be a pass over the arrays.
     """
 
-    def of_cpu(first: jax.Array, arrays: list[Any]) -> list[Any]:
+    def of_cpu(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
         return [jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
 
     return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
