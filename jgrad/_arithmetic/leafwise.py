@@ -199,11 +199,6 @@ def at(x: PyTree, rows: Sequence[int]) -> PyTree:
     return x
 
 
-def calls(rule: Function, *args: PerLeaf) -> list[Call]:
-    """The call of `rule` on each leaf's entries."""
-    return [(rule, row) for row in zip_leaves(*args)]
-
-
 def apply(rule: Function, *args: PerLeaf) -> list[PyTree]:
     """`rule` of each leaf's entries."""
-    return run(calls(rule, *args))
+    return run([(rule, row) for row in zip_leaves(*args)])

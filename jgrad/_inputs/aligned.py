@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
@@ -85,14 +85,11 @@ class AlignedArguments:
             for name, tree in self._trees.items()
         }
         self._check(present, list(self._trees.values())[aligned.finest])
-        self._whole = dict(self._leaves)
-        has_gradient = [g is not None for g in self._leaves[self._gradient]]
-        self._rows = list(itertools.compress(itertools.count(), has_gradient))
-        for name in present:
-            self._leaves[name] = self._pick(self._leaves[name])
+        self._whole, gradients = dict(self._leaves), self._leaves[self._gradient]
+        self._rows = [i for i, g in enumerate(gradients) if g is not None]
         for name, role in roles.items():
             if name not in present:
-                self._leaves[name] = [0.0] * len(self._rows)
+                self._leaves[name] = [0.0] * len(gradients)
             elif role is Role.BETA:
                 forms = named[name]
                 self._leaves[name] = BetaForms(
@@ -102,14 +99,12 @@ class AlignedArguments:
                 )
             elif role not in ARRAYS:
                 self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
+        if len(self._rows) < len(gradients):  # the others stay as they are
+            self._leaves = {name: leafwise.at(x, self._rows) for name, x in self._leaves.items()}
 
     def __getitem__(self, name: str) -> Any:
         """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
         return self._leaves[name]
-
-    def _pick(self, entries: Sequence[Any]) -> list[Any]:
-        """Those of the leaves that are updated."""
-        return list(map(entries.__getitem__, self._rows))
 
     def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
@@ -134,7 +129,9 @@ class AlignedArguments:
         options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = of_arrays(array_spec.specs(tree), *options, reference)
         arrays = zip(*(self[name] for name in both), strict=True)
-        return as_typed(self._pick(trees.repeat(per_array, counts)), options[0], arrays)
+        return as_typed(
+            leafwise.at(trees.repeat(per_array, counts), self._rows), options[0], arrays
+        )
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
@@ -204,7 +201,7 @@ class AlignedArguments:
             tree = trees.map_leaves(_scalar, tree)
         if self._packed and not checked:
             tree = self._per_array(name, tree)
-        return self._pick(trees.repeat(trees.flatten(tree)[0], self._counts[name]))
+        return trees.repeat(trees.flatten(tree)[0], self._counts[name])
 
     def _check(self, roles: Roles, finest: PyTree) -> None:
         """Checks kinds and shapes, leaf by leaf."""
@@ -213,11 +210,11 @@ class AlignedArguments:
             for name in roles
         }
         gradient, reference = args[self._gradient], args[self._reference]
-        checks.none_together(reference, gradient, list(args.values()))
+        _none_together(reference, gradient, list(args.values()))
         for name, role in roles.items():
             arg = args[name]
             if role in COMPLEX:
-                checks.same_kinds(arg, reference)
+                _same_kinds(arg, reference)
             if role is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
             elif role in BROADCAST:
@@ -228,6 +225,27 @@ class AlignedArguments:
                 given = ArgLeaves.from_tree(self._function, name, self._trees[name])
                 if any(map(np.ndim, given.leaves)):
                     checks.one_element(given)
+
+
+def _none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
+    """`None` is a missing gradient, or stands in all arguments at once; it is no number."""
+    for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
+        if w is None and g is not None:
+            gradient.fail(
+                i, TypeError, f"{checks.describe(g)}, expected None, as `{weights.name}` is"
+            )
+        for arg in others if g is not None else ():
+            if arg.leaves[i] is None:
+                arg.fail(i, TypeError, "None, expected an array or a number")
+
+
+def _same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
+    """Complex exactly where the reference is; `None` matches everything."""
+    for i, x, r in arg.beside(reference):
+        if jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
+            expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
+            problem = f"{checks.describe(x)}, expected {expected} to match {r.dtype}"
+            arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 
 def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leaf_moment import as_stored
+from jgrad._arithmetic.leaf_moment import as_stored, kept
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.moment import check_form, kept_arrays
+from jgrad._inputs.moment import check_form
 from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
@@ -71,10 +71,8 @@ class Parameters:
 
     def put_back(self, new: Sequence[Leaf], others: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array of the tree: new ones for these arrays, else those of others."""
-        entries = list(others)
-        for i, x in zip(self.rows, new, strict=True):
-            entries[i] = x
-        return entries
+        of_all = dict(enumerate(others)) | dict(zip(self.rows, new, strict=True))
+        return list(of_all.values())
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""
@@ -176,12 +174,11 @@ class Inputs(Parameters):
         """
         leaves = [x.array if isinstance(x, Finished) else x for x in values]
         if self.commit is not None:
-            columns = zip(leaves, values, self.reference.leaves, strict=True)
             calls = [
                 (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
                 if checks.is_inexact(u)
                 else (leafwise.identity, (x,))
-                for x, u, p in columns
+                for u, x, p in zip(values, leaves, self.reference.leaves, strict=True)
             ]
             leaves = leafwise.run(calls)
         leaves = self.put_back(leaves, [None] * len(self._whole))
@@ -198,14 +195,20 @@ class Inputs(Parameters):
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
         `skip_nonfinite` then chooses afterwards. Moments go by `Moment.write`.
         """
-        there = [i for i, x in enumerate(new) if not isinstance(x, Finished)]
-        of_old, others = leafwise.at((list(old), list(new)), there)
-        check_form(self.function, others, of_old)
-        others = map(as_stored, kept_arrays(others, of_old, self.commit), of_old)
-        kept = [x.array if isinstance(x, Finished) else next(others) for x in new]
+        check_form(self.function, new, old)
+        arrays = [x.array if isinstance(x, Finished) else x for x in new]
         if self.commit is not None:
-            self.commit.keep(kept, old)
-        return kept
+            calls = [
+                (leafwise.identity, (x,))
+                if isinstance(n, Finished)
+                else (kept(o.dtype, self.commit.clips), (x, o, self.commit.flag))
+                for n, x, o in zip(new, arrays, old, strict=True)
+            ]
+            arrays = leafwise.run(calls)
+        arrays = list(map(as_stored, arrays, old))
+        if self.commit is not None:
+            self.commit.keep(arrays, old)
+        return arrays
 
     def moments(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> PyTree:
         """New arrays in the dtypes of the old, of all of the tree, which stay for other leaves."""

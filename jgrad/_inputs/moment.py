@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded, kept
+from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
@@ -90,10 +90,6 @@ class Step(NamedTuple):
     numbers: Mapping[str, Any]
     more: Any = None
 
-    def at(self, rows: Sequence[int]) -> "Step":
-        """With the moments of some of these arrays, by their positions."""
-        return self._replace(moments={name: x.at(rows) for name, x in self.moments.items()})
-
     @property
     def as_float(self) -> jax.Array:
         """The number in the default float dtype, for bias corrections."""
@@ -137,10 +133,9 @@ def zeros(
     """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     like, structure = trees.flatten(params if shapes is None else shapes)
-    zeros: list[Any] = [None] * len(like)
-    columns = zip(
-        leaves, like, mesh_axes or [None] * len(like), layouts or [None] * len(like), strict=True
-    )
+    none: list[Any] = [None] * len(like)
+    zeros = list(none)
+    columns = zip(leaves, like, mesh_axes or none, layouts or none, strict=True)
     for i, (p, x, names_of, layout) in enumerate(columns):
         if p is None or x is None:
             continue
@@ -195,11 +190,3 @@ def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
             expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
             problem = f"a moment in {form.words}: {checks.describe(n)}"
             raise TypeError(f"{function}: {problem}, {expected}.")
-
-
-def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Any) -> list[Any]:
-    """The old arrays where the update is not committed."""
-    if commit is None:
-        return list(new)
-    both = zip(new, old, strict=True)
-    return leafwise.run([(kept(o.dtype, commit.clips), (n, o, commit.flag)) for n, o in both])

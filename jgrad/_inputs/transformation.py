@@ -346,7 +346,7 @@ def transformation(
         old = step.moments
         if not all(inputs.is_updated):
             inputs = inputs.updated()
-            step = step.at(inputs.rows)
+            step = step._replace(moments={name: x.at(inputs.rows) for name, x in old.items()})
         values, *computed = compute(inputs, step)
         if of_call is not None:
             of_call.check_names(name)
@@ -361,18 +361,18 @@ def _in_state(
     inputs: Inputs, moments: Mapping[str, Moment], new: Sequence[Any], state: Any
 ) -> dict[str, PyTree]:
     """The new moments as the state has them, which have to be what `write` stored."""
+    name = inputs.function
     if len(new) != len(moments):
         expected = ", ".join(f"`{field}`" for field in moments) or "none"
-        raise TypeError(f"{inputs.function}: {len(new)} new moments, expected {expected}.")
+        raise TypeError(f"{name}: {len(new)} new moments, expected {expected}.")
     stored: dict[str, PyTree] = {}
     for (field, moment), values in zip(moments.items(), new, strict=True):
         if not isinstance(values, list):
             came, expected = type(values).__name__, "what a function of one leaf wrote into it"
-            begin = f"{inputs.function}: new moments `{field}`"
-            raise TypeError(f"{begin}: {came}, expected {expected}.")
+            raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
         # The old moments stay if there are no new ones.
         values = inputs.put_back(values, [None] * len(moment.old))
-        check_form(inputs.function, values, moment.old)
+        check_form(name, values, moment.old)
         structure = trees.flatten(getattr(state, field))[1]
         stored[field] = structure.unflatten(rules.cast_back(values, moment.old))
     return stored

@@ -9,7 +9,7 @@ know about blocks.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -315,16 +315,6 @@ def on_matrices(
     """The rule of the entries of each array."""
     rows = zip(axes, *columns, strict=True)
     return leafwise.run([(leafwise.fixed(rule, axes=of, **options), tuple(x)) for of, *x in rows])
-
-
-def each(
-    method: Callable[..., jax.Array],
-    axes: Sequence[MatrixAxes],
-    arrays: Sequence[jax.Array],
-    **options: Any,
-) -> list[jax.Array]:
-    """`MatrixAxes.gathered` of each array, or `MatrixAxes.local_part`."""
-    return [method(of, x, **options) for of, x in zip(axes, arrays, strict=True)]
 
 
 def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:

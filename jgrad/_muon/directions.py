@@ -3,7 +3,7 @@
 Matrices are never packed, so a list has an entry for each array: one of matrices, or one of others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -59,12 +59,14 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     kinds = TwoKinds.where(matrices)
     n = muon.read(inputs, step)
     of_first = leafwise.at((matrices, inputs.g, n.momentum, n.error_decay), kinds.first)
-    of_matrices = _of_matrices(inputs.function, muon, step.at(kinds.first), *of_first)
+    moments = list(step.moments.values())
+    of_first = *of_first, *(x.at(kinds.first) for x in moments)
+    of_matrices = _of_matrices(inputs.function, muon, step.numbers, *of_first)
     betas = n.adam_beta1, n.adam_beta2
     of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, kinds.second),
-        *step.at(kinds.second).moments.values(),
+        *(x.at(kinds.second) for x in moments),
         leafwise.at(of_adam, kinds.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
@@ -74,38 +76,40 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
 def _of_matrices(
     function: str,
     muon: Given,
-    step: Step,
+    of_call: Mapping[str, Leaf],
     matrices: Axes,
     g: PerArray[jax.Array],
     momentum: BetaForms,
     error_decay: BetaForms,
+    first: Moment,
+    second: Moment,
 ) -> Directions:
-    """Those of matrices, of which alone the moments of `step` are."""
-    axes, (first, second) = [of.whole for of in matrices], step.moments.values()
+    """Those of matrices, of which alone all arguments are."""
+    axes = [of.whole for of in matrices]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[jax.Array] | None = None
     if muon.fraction is None:
-        if (decay := step.numbers.get("error_decay")) is not None:
+        if (decay := of_call.get("error_decay")) is not None:
             without = "without `fraction`"
             refuse_without_effect(function, "error_decay", decay, None, without)
         averaged = _look_ahead if muon.nesterov else average_of_leaf
         m, mw = averaged(g, first, momentum)
-        m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
+        m = list(map(MatrixAxes.gathered, matrices, m))
         x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
     else:
-        check_no_momentum(function, muon.fraction, step.numbers.get("momentum"))
+        check_no_momentum(function, muon.fraction, of_call.get("momentum"))
         sums = leafwise.apply(rules.add_scaled, g, first.old)
         x, is_taken = orthogonalize.orthogonalized_rows(
             function,
-            matrix_axes.each(MatrixAxes.gathered, matrices, sums),
+            list(map(MatrixAxes.gathered, matrices, sums)),
             axes,
             steps,
             muon.shard_over,
             fraction=muon.fraction,
             of_outputs=is_normuon,
         )
-        there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
+        there = list(map(MatrixAxes.local_part, matrices, is_taken))
         decayed = leafwise.apply(_decayed_rows, sums, there, error_decay.value)
         _, mw = _stored(decayed, first)
     vw = second.old  # which are none in Muon itself
@@ -113,7 +117,7 @@ def _of_matrices(
         beta = numbers.beta(function, "normuon_beta", muon.normuon_beta)
         x, vw = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
     x = leafwise.apply(rules.scale_by, x, factors_of(function, muon.scale, axes))
-    x = matrix_axes.each(MatrixAxes.local_part, matrices, x)
+    x = list(map(MatrixAxes.local_part, matrices, x))
     return Directions(x, mw, vw, signs=x)
 
 
@@ -162,7 +166,8 @@ def _with_equal_outputs(
     """
 
     def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
-        return matrix_axes.each(MatrixAxes.local_part, matrices, numbers, per_output=True)
+        pairs = zip(matrices, numbers, strict=True)
+        return [of.local_part(x, per_output=True) for of, x in pairs]
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
@@ -170,7 +175,8 @@ def _with_equal_outputs(
     else:
         there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
-    averages = matrix_axes.each(MatrixAxes.gathered, matrices, averages, per_output=True)
+    pairs = zip(matrices, averages, strict=True)
+    averages = [of.gathered(x, per_output=True) for of, x in pairs]
     return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 

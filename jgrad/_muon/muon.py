@@ -189,12 +189,8 @@ def descent_of(inputs: Inputs, step: Step, given: Given) -> Descent:
     rule = given.weight_decay_rule
     use = options.mask(inputs, "weight_decay_mask", given.weight_decay_mask)
 
-    def decays_of(name: str, x: PyTree) -> list[Leaf]:
-        return options.decay_of_leaves(inputs, name, x, use, step, rule)
-
-    def rates_of(name: str, x: PyTree) -> list[Leaf]:
-        return options.rate_of_leaves(inputs, name, x, step)
-
+    decays_of = functools.partial(options.decay_of_leaves, inputs, use=use, step=step, rule=rule)
+    rates_of = functools.partial(options.rate_of_leaves, inputs, step=step)
     decays = inputs.per_array(_of_both_kinds("weight_decay", decays_of, step, given))
     rates = inputs.per_array(_of_both_kinds("learning_rate", rates_of, step, given))
     return Descent(rules.optional(decays, rule), rates, rule)

@@ -251,7 +251,8 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call], li
     of_others = step.moments["vw"].at(kinds.second)
     elements, new_elements = average_of_leaf(leafwise.apply(_squares, others), of_others, beta)
     by = _by_bounded_elements if is_torch else _by_elements
-    u = kinds.together(by_factors, leafwise.calls(by, others, elements, floors))
+    by_elements = [(by, x) for x in zip(others, elements, floors, strict=True)]
+    u = kinds.together(by_factors, by_elements)
     return u, kinds.together(list(map(Factors, new_rows, new_columns)), new_elements)
 
 

@@ -140,7 +140,7 @@ def _per_leaf(inputs: Parameters) -> list[Leaf]:
     """The array of each leaf of the unpacked tree, be it a buffer of several."""
     pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
     arrays = {i: x for spec, x in pairs for i in spec.positions}
-    return [arrays[i] for i in range(len(arrays))]
+    return list(map(arrays.get, range(trees.flatten(inputs.shapes)[1].num_leaves)))
 
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:

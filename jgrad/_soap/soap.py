@@ -20,7 +20,7 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
-from jgrad._inputs.moment import Shapes, Step
+from jgrad._inputs.moment import Moment, Shapes, Step
 from jgrad._inputs.transformation import MoreFields, transformation
 from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
@@ -156,18 +156,24 @@ class _Numbers(NamedTuple):
 
 
 def _of_matrices(
-    inputs: Inputs, step: Step, soap: Given, old: Matrices, g: list[Leaf], n: _Numbers
+    inputs: Inputs,
+    step: Step,
+    soap: Given,
+    old: Matrices,
+    g: list[Leaf],
+    n: _Numbers,
+    *moments: Moment,
 ) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases.
 
-    Of matrices alone are the moments of `step`, the gradients and the numbers.
+    Of matrices alone are gradients, numbers and moments.
     """
     sizes = [math.prod(of.in_shard_map.whole.shape) for of in old.axes]
     pairs = zip(g, sizes, strict=True)
     g = leafwise.run([(leafwise.fixed(_bounded, size=size), (x,)) for x, size in pairs])
 
     is_first, done = step.number == 1, step.number - 1
-    first, second = step.moments["mw"], step.moments["vw"]
+    first, second = moments
     m, mw = average_of_leaf(g, first, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
@@ -223,10 +229,12 @@ def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     old = Matrices(leafwise.at(axes, kinds.first), leafwise.at(step.more, of_leaves))
     of_soap = _Numbers(n.beta1, n.beta2, n.shampoo_beta, n.epsilon)
     of_first = leafwise.at((inputs.g, of_soap), kinds.first)
-    new = _of_matrices(inputs, step.at(kinds.first), soap, old, *of_first)
+    moments = list(step.moments.values())
+    of_matrices = *of_first, *(x.at(kinds.first) for x in moments)
+    new = _of_matrices(inputs, step, soap, old, *of_matrices)
     others, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, kinds.second),
-        *step.at(kinds.second).moments.values(),
+        *(x.at(kinds.second) for x in moments),
         leafwise.at(_of_adam(soap, inputs, step, n), kinds.second),
     )
     direction, signs = (kinds.together(new.direction, [x[k] for x in others]) for k in (0, 1))

@@ -244,16 +244,6 @@ def parameters(arg: ArgLeaves) -> list[Leaf]:
     return list(arg.leaves)
 
 
-def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
-    """`None` is a missing gradient, or stands in all arguments at once; it is no number."""
-    for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
-        if w is None and g is not None:
-            gradient.fail(i, TypeError, f"{describe(g)}, expected None, as `{weights.name}` is")
-        for arg in others if g is not None else ():
-            if arg.leaves[i] is None:
-                arg.fail(i, TypeError, "None, expected an array or a number")
-
-
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = list(arg.beside(reference))
@@ -307,15 +297,6 @@ def shape_and_dtype(x: Leaf) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
-    """Complex exactly where the reference is; `None` matches everything."""
-    for i, x, r in arg.beside(reference):
-        if jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
-            expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
-            problem = f"{describe(x)}, expected {expected} to match {r.dtype}"
-            arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 
 def one_element(arg: ArgLeaves) -> None:

@@ -429,11 +429,12 @@ class _Window:
 
         if not self.has_sum:
             return self.sums
-        calls: list[Call] = [(_zero_if, (x, self.close)) for x in sums]
-        rows = self.updated.rows
-        for i, g in zip(rows, self.updated.g, strict=True):
+        there = {i: x for i, x in enumerate(sums) if x is not None}
+        calls: dict[int, Call] = {i: (_zero_if, (x, self.close)) for i, x in there.items()}
+        for i, g in zip(self.updated.rows, self.updated.g, strict=True):
             calls[i] = _next_sum, (sums[i], g, self.use, self.close, *self.weights)
-        return leafwise.run(calls)
+        new = dict(zip(calls, leafwise.run(list(calls.values())), strict=True))
+        return list(map(new.get, range(len(sums))))
 
     def next_state(self, kind: type[PyTree], total: Leaves, inner: PyTree) -> PyTree:
         """The state after the call."""

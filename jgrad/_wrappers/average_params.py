@@ -115,7 +115,7 @@ def average_params(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
-        old = copies.read(inputs, "state.average", state.average)
+        old = copies.in_state(inputs, "state.average", state.average)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: it may have got only part of a model.
         new = {i: after[i] for i, o in enumerate(old) if o is not None}

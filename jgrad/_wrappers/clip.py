@@ -204,7 +204,8 @@ def _inexact(function: str, name: str, tree: PyTree) -> Parameters:
     for i, x in enumerate(arg.leaves):
         if isinstance(x, int):  # which has no dtype that says so
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or a float")
-    return Parameters(function, tree, name).updated()
+    inputs = Parameters(function, tree, name)
+    return inputs if all(inputs.is_updated) else inputs.updated()
 
 
 def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:

@@ -22,7 +22,7 @@ def begin(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) -
     )
 
 
-def read(inputs: Inputs, name: str, tree: PyTree) -> list[Leaf]:
+def in_state(inputs: Inputs, name: str, tree: PyTree) -> list[Leaf]:
     """The leaves of such a part of the state.
 
     None where nothing is updated and `init` saw no parameter, as in a part of a model.

@@ -138,8 +138,8 @@ def schedule_free(
     ) -> tuple[PyTree, ScheduleFreeState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
-        z = copies.read(inputs, "state.z", state.z)
-        average = copies.read(inputs, "state.average", state.average)
+        z = copies.in_state(inputs, "state.z", state.z)
+        average = copies.in_state(inputs, "state.average", state.average)
         value, complement, _ = numbers.beta(_NAME, "beta", beta)
         leaves, structure = trees.flatten(params)
         copied = [i for i, x in enumerate(z) if x is not None]
