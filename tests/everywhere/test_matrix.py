@@ -302,6 +302,33 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
             assert moments["count"] is None
 
 
+def with_another(tree, name, value):
+    """The tree with another value for one leaf of its layer."""
+    return tree if tree is None else tree | {"layer": tree["layer"] | {name: value}}
+
+
+@pytest.mark.slow(always=["b-adamw", "w-muon"])
+@every_case(("adamw", "adan", "lars", "lamb", "muon", "normuon", "adafactor_torch", "soap_masked"))
+@pytest.mark.parametrize("name", ["b", "w"])
+def test_a_missing_gradient_is_seen_by_no_other_leaf(case, name):
+    """Behind it in all lists, they have their own options, moments and random bits."""
+    case, w = case.without_masks(), params()
+    more = {"moment_dtype": jnp.bfloat16} if case.rounded else {}
+    tx = case.tx({"layer": 0.1, "rest": [0.01, 0.2, 0.3]}, **more)
+    update = jax.jit(tx.update)
+    first, second = gradients(2)
+    _, old = update(first, tx.init(w), w)
+    expected, state = update(second, old, w)
+    fields = [x for x in state._fields if x != "step"]
+    stays = {
+        x: with_another(getattr(state, x), name, (getattr(old, x) or w)["layer"][name])
+        for x in fields
+    }
+    expected = with_another(expected, name, jnp.zeros_like(w["layer"][name]))
+    found = update(with_another(second, name, None), old, w)
+    chex.assert_trees_all_close(found, (expected, state._replace(**stays)), rtol=1e-5)
+
+
 def test_a_trust_ratio_of_some_leaves():
     w = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0]), "n": jnp.arange(2)}
     u = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([1.0, 0.0]), "n": None}
