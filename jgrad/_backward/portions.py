@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from jgrad._trees import checks, forms, host_memory, shardings, shares, trees
+from jgrad._trees import checks, forms, host_memory, shares, trees
 from jgrad._trees.protocols import KeyPath, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
@@ -339,17 +339,6 @@ class Model:
         ]
         fetched: list[jax.Array] = host_memory.to_device(arrays)
         return fetched
-
-    def fetched(
-        self, portion: Portion, gradients: list[jax.Array | None]
-    ) -> tuple[list[jax.Array | None], list[jax.Array]]:
-        """Gradients of leaves in no stack, and the arrays of their state."""
-        state = [self.state[i] for i, _ in portion.cuts]
-        if host_memory.place_on_host(state) is None:
-            return gradients, state
-        # Else XLA fetches them before the layers, and keeps them till the end.
-        gradients, state = shardings.barrier((gradients, state))
-        return gradients, host_memory.to_device(state)
 
     def kept(self, portion: Portion, new: Owned) -> Owned:
         """What an update of a share has made, each array where the old one lies."""

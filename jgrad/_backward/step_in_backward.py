@@ -512,8 +512,7 @@ class _Step:
     def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
         """What the update of leaves in no stack starts from."""
         weights = self._model.weights_of(portion, None)
-        gradients, state = self._model.fetched(portion, gradients)
-        return Start(None, gradients, weights, state)
+        return Start(None, gradients, weights, self._model.state_of(portion, None))
 
     def _through(
         self,

@@ -22,7 +22,7 @@ from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import CoupledDecayRule, DecayRule, LearningRate, Mask
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import note, told
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Rate(Option[PerLeaf]):
         """One for each array."""
         return inputs.per_array(self.of_leaves(inputs, step))
 
-    def of_leaves(self, inputs: Inputs, step: Step) -> list[Any]:
+    def of_leaves(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """One for each leaf of the unpacked tree."""
         option = self.scalars(inputs.function, self.name, self.of_call(inputs, step))
         arg = inputs.option(self.name, option)
@@ -156,7 +156,7 @@ class Rate(Option[PerLeaf]):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decay(Option[list[Any]]):
+class Decay(Option[list[Leaf]]):
     """A weight decay of some leaves, in the range of its rule.
 
     Attributes:
@@ -167,11 +167,11 @@ class Decay(Option[list[Any]]):
     mask: Mask | None = None
     rule: CoupledDecayRule = "decoupled"
 
-    def read(self, inputs: Inputs, step: Step) -> list[Any]:
+    def read(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """Of each array; the Python number 0, which compiles to nothing, for none."""
         return inputs.per_array(self.of_leaves(inputs, step))
 
-    def of_leaves(self, inputs: Inputs, step: Step) -> list[Any]:
+    def of_leaves(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """The same of each leaf of the unpacked tree; 0, too, where it is not used."""
         use = options.mask(inputs, "weight_decay_mask", self.mask)
         option = self.of_call(inputs, step)

@@ -5,7 +5,7 @@ matrices have None for all other arrays, and the other way round.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
 from jgrad._trees.annotations import Scalar
 from jgrad._trees.known_names import refuse_without_effect
+from jgrad._trees.protocols import Leaf
 
 MOMENTUM = 0.95  # by default
 
@@ -39,7 +40,7 @@ Axes: TypeAlias = PerArray[MatrixAxes | None]
 
 
 MuonRule = Literal["muon", "normuon"]
-ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
+ScaleFunction = Callable[[int, int], Scalar]  # of outputs and inputs
 
 
 class MuonOptions(NamedTuple):
@@ -78,8 +79,8 @@ class Directions(NamedTuple):
     """
 
     direction: PerArray[Array]
-    mw: PerArray[Any]
-    vw: PerArray[Any]
+    mw: PerArray[Leaf]
+    vw: PerArray[Leaf]
     signs: PerArray[Array]
 
 
@@ -119,7 +120,7 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
         there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
         decay = muon.error_decay.read(inputs, step).value
         _, mw_of_matrices = _stored(leafwise.apply(_decayed_rows, sums, there, decay), first)
-    vw_of_matrices: PerArray[Any] = [None] * len(x)
+    vw_of_matrices: PerArray[Leaf] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
         x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
@@ -136,12 +137,12 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     )
 
 
-def either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+def either(first: PerArray[Leaf], second: PerArray[Leaf]) -> PerArray[Leaf]:
     """Each entry of the first list, or that of the second where it is None."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 
-def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
+def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
     """Only the default, or what `optax.inject_hyperparams` makes of it."""
     momentum = numbers.as_python_number(momentum)
     if momentum is None or isinstance(momentum, jax.Array) or momentum == MOMENTUM:
@@ -152,7 +153,7 @@ def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
 
 
 def factors_of(
-    function: str, scale: Callable[[int, int], Any], axes: PerArray[MatrixAxes | None]
+    function: str, scale: Callable[[int, int], Scalar], axes: PerArray[MatrixAxes | None]
 ) -> PerArray[Array]:
     """For each array a scalar, or one number per output where it has blocks of several sizes.
 
@@ -180,7 +181,7 @@ def _with_equal_outputs(
     is_taken: PerArray[Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[Array], PerArray[Any]]:
+) -> tuple[PerArray[Array], PerArray[Leaf]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.

@@ -43,6 +43,7 @@ from jgrad._trees.annotations import (
     Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
+from jgrad._trees.protocols import Leaf
 
 Scale = Literal["original", "match_rms_adamw", "spectral"] | ScaleFunction | None
 
@@ -99,7 +100,7 @@ def _of_both_kinds(
     step: Step,
     of_matrices: kinds.Rate | kinds.Decay,
     of_others: kinds.Rate | kinds.Decay,
-) -> list[Any]:
+) -> list[Leaf]:
     """An option for each array: that of matrices, or Adam's, if it has its own."""
     entries = of_matrices.of_leaves(inputs, step)
     if of_others.is_given(step):
@@ -163,7 +164,7 @@ def _muon(
     if muon.fraction is not None:
         check_no_momentum(name, muon.fraction, muon.momentum.value)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, muon)
         if descent is None:
             return new.direction, new.mw, new.vw

@@ -4,7 +4,8 @@ A form is a type of nodes, such as `Blocks`, and a `Form` that answers for it. W
 writes a class with these methods and registers it; the rest of the house asks, and tests no type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class Form:
       loses: why no other form can be made of it, for an error; "" where one can.
     """
 
-    kind: Any
+    kind: type[Any]
     name = ""
     words = ""
     is_rounded = False
@@ -58,7 +59,7 @@ class Form:
 
     def zeros(
         self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
-    ) -> Any:
+    ) -> Leaf:
         """Zeros of a moment.
 
         Args:
@@ -70,7 +71,9 @@ class Form:
         """
         raise NotImplementedError
 
-    def write(self, moment: Any, rule: Any, args: tuple[Leaf, ...]) -> jax.Array:
+    def write(
+        self, moment: Any, rule: Callable[..., jax.Array], args: tuple[Leaf, ...]
+    ) -> jax.Array:
         """What `LeafMoment.write` returns; what is stored becomes `moment.new`."""
         raise NotImplementedError
 
@@ -93,7 +96,7 @@ class Form:
 
     # ---- in states
 
-    def array_dtype(self, x: Leaf) -> Any:
+    def array_dtype(self, x: Leaf) -> np.dtype:
         """The dtype of `array(x)`."""
         return np.dtype(np.float32)
 
@@ -108,7 +111,7 @@ class Form:
     def check_stored(self, arg: Any, i: int, x: Leaf) -> None:
         """An error where leaf `i` of a state is none that can be read."""
 
-    def form_of(self, x: Leaf) -> tuple[Any, ...]:
+    def form_of(self, x: Leaf) -> tuple[Hashable, ...]:
         """What equal ones have in common, of which the first is as accounts call it."""
         return (self.words, *((part.shape, part.dtype) for part in x))
 
@@ -150,7 +153,7 @@ class Form:
 BY_KIND: dict[type, Form] = {}  # by the type of a leaf; others only look whether it is there
 _BY_NAME: dict[str, Form] = {}
 _RANDOM: list[Callable[..., Any]] = []
-_BOXES: list[Any] = []
+_BOXES: list[ModuleType] = []
 
 
 def register(form: Form) -> None:
@@ -165,7 +168,7 @@ def rounds_by(random: Callable[..., Any]) -> None:
     _RANDOM[:] = [random]
 
 
-def boxed_by(boxes: Any) -> None:
+def boxed_by(boxes: ModuleType) -> None:
     """Adds what knows the boxes in which flax holds arrays: `variables.py`."""
     _BOXES[:] = [boxes]
 
@@ -190,7 +193,7 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
-def makers() -> list[tuple[Any, Callable[..., bool]]]:
+def makers() -> list[tuple[type[Any], Callable[..., bool]]]:
     """Each kind, and what says whether parts from a file are one."""
     return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 

@@ -142,6 +142,19 @@ class RejectingInputs(WrapperInputs):
             self.state = _with_sums(self.state, new)
         return Tried(commit, (self.directions(trees.flatten(steps)[0]), new))
 
+    def accepted(
+        self, tx: optax.GradientTransformationExtraArgs, gradients: PyTree, flag: jax.Array
+    ) -> tuple[PyTree, PyTree]:
+        """Updates and the state inside if the flag is True, else zeros and the old state.
+
+        If something inside leaves out gradients by itself, it does so where the flag is False, and
+        what it returns is taken as it is.
+        """
+        new = self.tried(tx, gradients, flag, clips=False)
+        use: Flag = True if new.commit.is_heard else new.commit.flag
+        old = self.zeros(), self.state
+        return decisions.decided(use, new.results, old, new.commit, clips=False)
+
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
         """The wrapper's own counters, which stay if a wrapper around leaves the gradients out."""
         if self.outer is None or not self.leaves_out:

@@ -157,10 +157,7 @@ def skip_spikes(
         accepted = _is_accepted(value, state, spreads, epsilon)
         # ---- the update
         inputs.extra_args |= {"loss": loss}
-        new = inputs.tried(tx, updates, accepted, clips=False)
-        use = True if new.commit.is_heard else new.commit.flag
-        old = inputs.zeros(), inputs.state
-        steps, inner = decisions.decided(use, new.results, old, new.commit, clips=False)
+        steps, inner = inputs.accepted(tx, updates, accepted)
         # ---- the window
         before = _counts(state)
         counts = _next_counts(state, value, accepted, restart)
