@@ -34,7 +34,7 @@ _FORM = {"dtype": "moment_dtype", "full_precision": "full_precision", "mesh_axes
 # Names of other options, and of what `update` knows.
 _TAKEN: tuple[str, ...] = (
     *_DECAY,
-    *_FORM,
+    *_FORM.values(),
     "learning_rate",
     "descent",
     "emit",
