@@ -9,14 +9,14 @@ leaves of the stack alone, and again for a stack of many times as many layers.
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from jgrad._trees import checks, forms, host_memory, shares, trees
-from jgrad._trees.protocols import KeyPath, PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
 from jgrad._trees.trees import Structure
@@ -116,7 +116,7 @@ class Portion(NamedTuple):
 def _shapes(tree: PyTree) -> PyTree:
     """The types of the arrays of a tree, with those of codes for words."""
 
-    def of_leaf(x: Any) -> Any:
+    def of_leaf(x: Leaf) -> Leaf:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
 
     return forms.to_codes(jax.tree.map(of_leaf, tree))
@@ -139,7 +139,7 @@ def tree_of_share(
     return structure.unflatten(entries)
 
 
-def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Any]:
+def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Leaf]:
     """The leaves of such a tree, in the order of the positions, which need not be the tree's."""
     leaves = structure.flatten_up_to(tree)
     return [leaves[i] for i in positions]

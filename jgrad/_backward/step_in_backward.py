@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
+from typing import Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ Args = tuple[PyTree, ...]
 Extra = dict[str, PyTree]
 
 _Value = TypeVar("_Value", covariant=True)
+T = TypeVar("T")
+_Owned = TypeVar("_Owned", Owned, None)
 
 
 class TrainStep(Protocol[Params, _Value]):
@@ -245,7 +247,7 @@ def step_in_backward(
         known = step.measured(forward)
         return *step.updated(forward, known), forward.result
 
-    def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
+    def step(params: PyTree, state: PyTree, *args: PyTree, **extra_args: PyTree) -> Results:
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
         calls.check_is_given(gradients)
@@ -521,8 +523,8 @@ class _Step:
         flow: Flow,
         numbers: Numbers,
         turn: _Turn,
-        owned: Owned | None,
-    ) -> tuple[Any, Numbers, Flow]:
+        owned: _Owned,
+    ) -> tuple[_Owned, Numbers, Flow]:
         """Goes backwards over the layers of a stack.
 
         Args:
@@ -540,7 +542,7 @@ class _Step:
         assert portion.layers is not None
         last = portion.layers - 1
 
-        def body(i: jax.Array, carry: Any) -> Any:
+        def body(i: jax.Array, carry: tuple[_Owned, Numbers, Flow]) -> tuple[_Owned, Numbers, Flow]:
             owned, numbers, flow = carry
             model = self._model
             if owned is not None:
@@ -558,8 +560,7 @@ class _Step:
                 owned = with_layer(portion, owned, self._model.kept(portion, new), layer)
             return owned, _both(update, numbers, parts), flow
 
-        results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))
-        return results
+        return _loop(last + 1, body, (owned, numbers, flow))
 
     def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
@@ -575,7 +576,7 @@ class _Step:
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
     def _of_user(
-        self, positions: Sequence[int], gradients: Sequence[Any]
+        self, positions: Sequence[int], gradients: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""
         if self._gradients is None or not positions:
@@ -600,7 +601,7 @@ def _spec(place: Place | None, axis: int | None) -> PartitionSpec | None:
     return PartitionSpec(*(None if k == axis else names for k, names in enumerate(place.spec)))
 
 
-def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def _loop(count: int, body: Callable[[jax.Array, T], T], carry: T) -> T:
     """`jax.lax.fori_loop`, of a carry that varies along mesh axes as a turn makes it."""
 
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:

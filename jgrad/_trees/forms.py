@@ -152,7 +152,7 @@ class Form:
 
 BY_KIND: dict[type, Form] = {}  # by the type of a leaf; others only look whether it is there
 _BY_NAME: dict[str, Form] = {}
-_RANDOM: list[Callable[..., Any]] = []
+_RANDOM: list[Callable[[jax.Array], Any]] = []
 _BOXES: list[ModuleType] = []
 
 
@@ -163,7 +163,7 @@ def register(form: Form) -> None:
         _BY_NAME[form.name] = form
 
 
-def rounds_by(random: Callable[..., Any]) -> None:
+def rounds_by(random: Callable[[jax.Array], Any]) -> None:
     """Adds what rounds at random: `random(step)` has `rounding(inputs, old, mesh_axes)`."""
     _RANDOM[:] = [random]
 
@@ -224,12 +224,12 @@ def is_one(x: Leaf) -> bool:
 
 def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
     if not some(leaves):
         return tree
-    return structure.unflatten([f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+    return jax.tree.unflatten(
+        structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
+    )
 
 
 def in_boxes(tree: PyTree) -> PyTree:
@@ -256,12 +256,10 @@ def to_codes(tree: PyTree) -> PyTree:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree, each leaf as the one of another tree lies."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
     pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
-    return structure.unflatten(
-        [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+    return jax.tree.unflatten(
+        structure, [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
     )
 
 
