@@ -7,7 +7,7 @@ update reads the numbers again, because they may be traced and may differ from l
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,9 @@ class Option(Generic[T]):
     name: str
     value: PyTree
     is_optional: bool = False
+    # What arithmetic needs of a number that was checked, and of an argument of a functional update.
+    of_number: ClassVar[Any]
+    canonical: ClassVar[Any]
 
     def check(self, function: str) -> None:
         """What a factory can; a schedule is called in each update only."""
@@ -58,7 +61,8 @@ class Option(Generic[T]):
         """Of this call, or else of the factory: one number if all arrays share it, else a list."""
         is_constant = checks.is_number(self.value) and step.numbers.get(self.name) is None
         if is_constant and inputs.notes is None and not inputs.has_buffers:
-            return self.of_number(self.value)
+            number: T = self.of_number(self.value)
+            return number
         return self.per_array(inputs, step)
 
     def of_call(self, inputs: Inputs, step: Step) -> PyTree:
@@ -67,18 +71,8 @@ class Option(Generic[T]):
         value = self.value if override is None else override
         return options.with_results(inputs, step, self.name, value)
 
-    @staticmethod
-    def of_number(x: Any) -> T:
-        """What arithmetic needs of a number of Python that was checked."""
-        raise NotImplementedError
-
     def scalars(self, function: str, name: str, tree: PyTree) -> PyTree:
         """The same of numbers and arrays with one element, or of a tree of them; checks them."""
-        raise NotImplementedError
-
-    @staticmethod
-    def canonical(function: str, name: str, tree: PyTree) -> PyTree:
-        """The same for a functional update, before anything is traced."""
         raise NotImplementedError
 
     def per_array(self, inputs: Inputs, step: Step) -> T:

@@ -354,6 +354,7 @@ def muon(
             beta1=kinds.Beta("adam_beta1", adam_beta1),
             beta2=kinds.Beta("adam_beta2", adam_beta2),
             epsilon=kinds.Number("adam_epsilon", adam_epsilon),
+            bias_correction="moments",
         ),
     )
     moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)
@@ -438,6 +439,7 @@ def scale_by_muon(
             beta1=kinds.Beta("adam_beta1", adam_beta1),
             beta2=kinds.Beta("adam_beta2", adam_beta2),
             epsilon=kinds.Number("adam_epsilon", adam_epsilon),
+            bias_correction="moments",
         ),
     )
     moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)

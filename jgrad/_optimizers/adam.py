@@ -114,20 +114,19 @@ class AdamOptions(NamedTuple):
     beta1: kinds.Beta
     beta2: kinds.Beta
     epsilon: kinds.Number
-    bias_correction: BiasCorrection = "moments"
+    bias_correction: BiasCorrection
 
     def check(self, function: str) -> None:
         """What a factory can."""
-        self.beta1.check(function)
-        self.beta2.check(function)
-        self.epsilon.check(function)
+        for option in (self.beta1, self.beta2, self.epsilon):
+            option.check(function)
         check_correction(function, self.bias_correction)
 
     def read(self, inputs: Inputs, step: Step) -> Numbers:
         """The numbers of one update."""
-        betas = self.beta1.read(inputs, step), self.beta2.read(inputs, step)
+        beta1, beta2 = self.beta1.read(inputs, step), self.beta2.read(inputs, step)
         epsilon = self.epsilon.read(inputs, step)
-        return numbers_of(*betas, epsilon, self.bias_correction, step.as_float)
+        return numbers_of(beta1, beta2, epsilon, self.bias_correction, step.as_float)
 
 
 def check_correction(function: str, bias_correction: BiasCorrection) -> None:
@@ -137,14 +136,10 @@ def check_correction(function: str, bias_correction: BiasCorrection) -> None:
 
 
 def numbers_of(
-    beta1: BetaForms,
-    beta2: BetaForms,
-    epsilon: PerLeaf,
-    bias_correction: BiasCorrection,
-    step: PerLeaf,
+    beta1: BetaForms, beta2: BetaForms, epsilon: PerLeaf, correction: BiasCorrection, step: PerLeaf
 ) -> Numbers:
     """With both corrections computed, once for all leaves that share their numbers."""
-    correct = functools.partial(corrections, bias_correction=bias_correction)
+    correct = functools.partial(corrections, bias_correction=correction)
     args = (step, beta1.log, beta2.log, epsilon)
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))

@@ -54,7 +54,7 @@ class _Options(NamedTuple):
     every: Count
     epsilon: kinds.Number
     max_side: Count
-    descent: MatrixDescent
+    descents: MatrixDescent
     first_step: FirstStep
     shard_over: tuple[str, ...]
     adam_beta1: kinds.Beta
@@ -70,7 +70,7 @@ class _Options(NamedTuple):
         self.adam_epsilon.check(_NAME)
         options.check_count(_NAME, "every", self.every)
         options.check_count(_NAME, "max_side", self.max_side, 0)
-        self.descent.check(_NAME)
+        self.descents.check(_NAME)
         self.matrices.check(_NAME)
 
 
@@ -244,7 +244,7 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
     direction = either(new.direction, others)
 
-    descent = soap.descent.read(inputs, step)
+    descent = soap.descents.read(inputs, step)
     signs = either(new.direction, like) if descent.rule == "cautious" else None
     updates = descent.updates(direction, inputs.w, signs)
     if soap.first_step == "skip":
@@ -390,7 +390,7 @@ def soap(
         every=every,
         epsilon=kinds.Number("epsilon", epsilon),
         max_side=max_side,
-        descent=MatrixDescent.of(
+        descents=MatrixDescent.of(
             kinds.DescentOptions.of(
                 learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
             ),
