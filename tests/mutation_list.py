@@ -129,7 +129,7 @@ MUTATIONS = [
     Mutation("in_range", "the end of a range belongs to it", "X <= Y < Z", "X <= Y <= Z", MESSAGES),
     Mutation("in_range", "numbers that float32 cannot hold", "abs(_) > float(jnp.finfo(_).max)", "False", MESSAGES),
     Mutation("no_out", "out= is ignored", "_ is not None", "False", MESSAGES),
-    Mutation("boolean", "what is true in a condition is a flag", "not isinstance(_, (bool, np.bool_))", "False", MESSAGES),
+    Mutation("boolean", "what is true in a condition is a flag", "not isinstance(_, (bool, np.bool_))", "False", VALUES + " -k flags"),
     Mutation("where_it_lies", "what lay on the host stays on the device", "to_host(X)", "X", "tests/wrappers/test_offload.py"),
     Mutation("host_memory._moved", "derivatives of a move to the host stay there", "jax.device_put(X, Y, src=_)", "jax.device_put(X, Y)", "tests/wrappers/test_offload.py -k slopes"),
     # ---- _arithmetic
