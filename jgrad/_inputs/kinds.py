@@ -142,7 +142,7 @@ class Rate(Option[PerLeaf]):
         arg = inputs.option(self.name, option)
         if any(map(np.ndim, arg.leaves)):
             if (share := told().share) is not None:
-                arg = share.of_layer(arg, inputs.shapes)
+                arg = share.numbers_of_layer(arg, inputs.shapes)
             checks.broadcastable(arg, inputs.updated_shapes())
         if inputs.notes is not None and jax.tree_util.all_leaves([option]):
             note(inputs.notes, self.name, jnp.mean(jnp.asarray(option)))

@@ -152,4 +152,4 @@ def mask(inputs: Parameters, name: str, tree: Mask | None) -> list[bool]:
 def _shapes(inputs: Parameters) -> PyTree:
     """What an option that is a function is called with: no share, but all parameters."""
     shapes, share = trees.map_leaves(checks.shape_and_dtype, inputs.shapes), told().share
-    return shapes if share is None else share.of_whole_model(shapes)
+    return shapes if share is None else share.whole_shapes(shapes)
