@@ -11,7 +11,7 @@ from benchmarks.accelerators import hlo, sharded, targets
 from benchmarks.accelerators.program import Program, mesh, step
 from benchmarks.accelerators.recipes import RECIPES
 from benchmarks.accelerators.sharded import ARRANGEMENTS, TOPOLOGIES
-from tests.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
+from benchmarks.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
 
 accelerators = pytest.mark.accelerators
 
