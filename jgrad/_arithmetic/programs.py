@@ -67,6 +67,7 @@ class Program(Protocol):
     constvars: list[Atom]
     invars: list[Atom]
     outvars: list[Atom]
+    debug_info: Any
 
     def replace(self, **changes: object) -> "Program":
         """The same with other fields."""

@@ -9,7 +9,7 @@ A `ValueError` is about structure, shape or value; a `TypeError` is about the ki
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import chex
 import jax
@@ -139,7 +139,7 @@ def describe(x: Leaf) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
-    if (form := forms.of(x)) is not None:
+    if (form := forms.find(x)) is not None:
         return form.describe(x)
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
@@ -252,11 +252,9 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = list(arg.beside(reference))
-    _, found, expected = zip(*both, strict=True) if both else ((), (), ())
+    _, leaves, like = zip(*both, strict=True) if both else ((), (), ())
     try:
-        chex.assert_trees_all_equal_shapes(
-            list(map(_as_array, found)), list(map(_as_array, expected))
-        )
+        chex.assert_trees_all_equal_shapes(list(map(_as_array, leaves)), list(map(_as_array, like)))
     except AssertionError:
         i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
         problem = f"shape {x.shape}, expected {r.shape}"
@@ -265,7 +263,7 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
 
 def _as_array(x: Leaf) -> Leaf:
     """What has the shape of an array in another form, and no parts; any other as it is."""
-    in_form = forms.of(x) is not None
+    in_form = forms.find(x) is not None
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if in_form else x
 
 
@@ -407,7 +405,7 @@ def axis_names(function: str, name: str, value: object) -> tuple[str, ...]:
 # ---- where arrays lie --------------------------------------------------------------------------
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: Leaf) -> bool:
     """Whether an array lies in host memory."""
     # As `jax.typeof(x)`, which takes ten times as long, checked in JAX 0.8 to 0.12.
     return isinstance(x, jax.Array) and bool(x.aval.memory_space == jax.memory.Space.Host)

@@ -119,15 +119,15 @@ class Form:
         """Leaf `i`, an array or in any form, in the form and the parts of another one."""
         raise NotImplementedError
 
-    def shardings(self, x: Leaf, of_part: Callable[..., Leaf]) -> Leaf:
+    def shardings(self, x: Leaf, part_sharding: Callable[..., Leaf]) -> Leaf:
         """Its shardings, by parts.
 
         Args:
           x: the leaf.
-          of_part: that of the parameter for a part, along the axes that both have. With `of` and
-            `axis`, of the leaf whose elements along an axis are some to one of the part.
+          part_sharding: that of the parameter for a part, along the axes that both have. With
+            `leaf` and `axis`, of the leaf whose elements along an axis are some to one of the part.
         """
-        return self.kind(*map(of_part, x))
+        return self.kind(*map(part_sharding, x))
 
     # ---- in host memory
 
@@ -152,7 +152,7 @@ class Form:
 
 BY_KIND: dict[type, Form] = {}  # by the type of a leaf; others only look whether it is there
 _BY_NAME: dict[str, Form] = {}
-_RANDOM: list[Callable[..., Any]] = []
+_RANDOM: list[Callable[[jax.Array], Any]] = []
 _BOXES: list[ModuleType] = []
 
 
@@ -163,7 +163,7 @@ def register(form: Form) -> None:
         _BY_NAME[form.name] = form
 
 
-def rounds_by(random: Callable[..., Any]) -> None:
+def rounds_by(random: Callable[[jax.Array], Any]) -> None:
     """Adds what rounds at random: `random(step)` has `rounding(inputs, old, mesh_axes)`."""
     _RANDOM[:] = [random]
 
@@ -173,7 +173,7 @@ def boxed_by(boxes: ModuleType) -> None:
     _BOXES[:] = [boxes]
 
 
-def of(x: Leaf) -> Form | None:
+def find(x: Leaf) -> Form | None:
     """The form of a leaf; None for an array, or what else is none."""
     return BY_KIND.get(type(x))
 
@@ -198,9 +198,9 @@ def makers() -> list[tuple[type[Any], Callable[..., bool]]]:
     return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 
 
-def of_method(x: Leaf) -> bool:
+def is_of_method(x: Leaf) -> bool:
     """Whether a leaf is in a form that a method chose, and no user."""
-    form = of(x)
+    form = find(x)
     return form is not None and not form.name
 
 
@@ -224,12 +224,12 @@ def is_one(x: Leaf) -> bool:
 
 def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
     if not some(leaves):
         return tree
-    return structure.unflatten([f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+    return jax.tree.unflatten(
+        structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
+    )
 
 
 def in_boxes(tree: PyTree) -> PyTree:
@@ -256,18 +256,16 @@ def to_codes(tree: PyTree) -> PyTree:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree, each leaf as the one of another tree lies."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
     pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
-    return structure.unflatten(
-        [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+    return jax.tree.unflatten(
+        structure, [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
     )
 
 
 def belong_on_host(tree: PyTree, is_large: Callable[[Leaf], bool]) -> list[bool]:
     """Which arrays do."""
-    found: list[bool] = []
+    on_host: list[bool] = []
     for x in jax.tree.leaves(tree, is_leaf=is_one):
-        found += BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
-    return found
+        on_host += BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
+    return on_host

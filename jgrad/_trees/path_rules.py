@@ -8,7 +8,6 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -25,10 +24,10 @@ _SHOWN = 3  # paths named in a message
 def _expression(pattern: str) -> re.Pattern[str]:
     """What matches paths with a slash behind each key."""
     keys = pattern.split("/")
-    return re.compile("".join(map(_of_key, keys)), re.DOTALL)
+    return re.compile("".join(map(_pattern_of_key, keys)), re.DOTALL)
 
 
-def _of_key(key: str) -> str:
+def _pattern_of_key(key: str) -> str:
     if key == _ANY_KEYS:
         return "(?:[^/]*/)*"
     return "[^/]*".join(map(re.escape, key.split(_WITHIN_KEY))) + "/"
@@ -83,7 +82,7 @@ class PathRules:
       values: one for each pattern; and one more for all other leaves, if there is one.
     """
 
-    def __init__(self, patterns: Sequence[str], values: Sequence[Any]) -> None:
+    def __init__(self, patterns: Sequence[str], values: Sequence[PyTree]) -> None:
         self.patterns, self.values = tuple(patterns), tuple(values)
 
     @property
@@ -91,13 +90,13 @@ class PathRules:
         """Whether there is a value for leaves that no rule matches."""
         return len(self.values) > len(self.patterns)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[str, ...]]:
-        keys: list[Any] = [jax.tree_util.DictKey(pattern) for pattern in self.patterns]
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, PyTree], ...], tuple[str, ...]]:
+        keys: list[object] = [jax.tree_util.DictKey(pattern) for pattern in self.patterns]
         keys += [jax.tree_util.GetAttrKey("rest")] * self.has_rest
         return tuple(zip(keys, self.values, strict=True)), self.patterns
 
     @classmethod
-    def tree_unflatten(cls, patterns: tuple[str, ...], values: Any) -> "PathRules":
+    def tree_unflatten(cls, patterns: tuple[str, ...], values: Sequence[PyTree]) -> "PathRules":
         return cls(patterns, values)
 
     def __jgrad_values__(self, function: str, name: str, reference: PyTree) -> list[Leaf]:

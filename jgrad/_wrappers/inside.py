@@ -252,7 +252,7 @@ def _in_shares(
         if share is None:
             return tx.update(updates, state, params, **extra_args)
         share.add(updates)
-        with share.within(own=False):
+        with share.within(is_own=False):
             steps, new = tx.update(updates, state, params, **extra_args)
         share.check(function, steps)
         return steps, new
