@@ -597,7 +597,7 @@ MUTATIONS = [
     Mutation("bases._apart", "soap: the partitioner divides decompositions", "whole_matrices(step(whole_matrices(X)))", "step(X)", SOAP + " -k collectives_of"),
     Mutation("bases._orthogonal", "soap: signs of the platform", "q * X", "q", SOAP + " -k keep_their_signs"),
     Mutation("bases._one_by_one", "soap: a stack waits for threads that wait", "jax.lax.platform_dependent(X, cpu=_, default=Y)", "Y(X)", SOAP + " -k one_matrix_after"),
-    Mutation("bases._of_one_size", "soap: compiled in each eager update", "jit_static_kwargs", "(lambda f: f)", SURROUNDINGS + " -k after_the_second"),
+    Mutation("bases._refreshed_alike", "soap: compiled in each eager update", "jit_static_kwargs", "(lambda f: f)", SURROUNDINGS + " -k after_the_second"),
     Mutation("bases.refreshed", "soap: a decomposition for each matrix", "varying_axes(*_)", "(varying_axes(*side), i)", SOAP + " -k decomposed_together"),
     Mutation("numerics.product", "soap: no conjugate", "x.conj() if _ else x", "x", SOAP + " -k turned_gradients"),
     Mutation("Matrices.averaged", "soap: L and R change places", "(run.left, run.right)", "(run.right, run.left)", SOAP + " -k layers_and"),
