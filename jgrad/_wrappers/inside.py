@@ -188,7 +188,7 @@ def marked_as_offload(tx: Transformation) -> Transformation:
     return tx
 
 
-def is_offload(tx: Any) -> bool:
+def is_offload(tx: object) -> bool:
     """Whether a transformation is an `offload`."""
     return hasattr(getattr(tx, "update", None), _OFFLOADED)
 
@@ -246,7 +246,7 @@ def _in_shares(
     """`tx`, of which a share knows what it is given and what it returns."""
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         share = told().share
         if share is None:
