@@ -246,7 +246,7 @@ class Inputs(Parameters):
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
         """An error where a part of the state is no array like a leaf, or has another form."""
-        form, expected_form = forms.of(moment), forms.of(x)
+        form, expected_form = forms.find(moment), forms.find(x)
         if form is not None and x is not None:
             form.check(arg, i, moment, x, real=real, remedy=OTHER_FORM)
             return

@@ -105,12 +105,12 @@ class Axes:
     Attributes:
       values: names of mesh axes, or indices of axes of arrays.
       spec: the PartitionSpec that a user gave.
-      of_all: whether they are one entry for all leaves, and not in a tree.
+      is_for_all: whether they are one entry for all leaves, and not in a tree.
     """
 
     values: tuple[Any, ...] = ()
     spec: PartitionSpec | None = dataclasses.field(default=None, compare=False)
-    of_all: bool = False
+    is_for_all: bool = False
 
 
 def read_mesh_axes(function: str, mesh_axes: PyTree, *, names: bool = True) -> PyTree:
@@ -128,7 +128,7 @@ def read_mesh_axes(function: str, mesh_axes: PyTree, *, names: bool = True) -> P
     if not names:
         expected = "None or a PartitionSpec, which says which axis of a leaf is sharded"
     tree = read_axes(function, "mesh_axes", mesh_axes, read, expected)
-    return dataclasses.replace(tree, of_all=True) if isinstance(tree, Axes) else tree
+    return dataclasses.replace(tree, is_for_all=True) if isinstance(tree, Axes) else tree
 
 
 def read_layer_axes(function: str, layer_axes: PyTree, name: str = "layer_axes") -> PyTree:
@@ -227,7 +227,7 @@ def as_typed(
     for the leaves below it: a shard of constants that is made inside is the same everywhere, too.
     """
     entry = mesh_axes.leaves[0] if mesh_axes.leaves else Axes()
-    is_for_many = entry.of_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
+    is_for_many = entry.is_for_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
     overruled = entry.values if is_for_many else ()
     typed = []
     for axes, beside in zip(layers, arrays, strict=True):

@@ -4,19 +4,20 @@ Matrices are never packed, so a list has an entry for each array: one of matrice
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import Given
+from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
+from jgrad._inputs.matrix_options import MatrixOptions
 from jgrad._inputs.moment import Moment, Step
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
@@ -37,6 +38,35 @@ PerArray: TypeAlias = list[T]
 Axes: TypeAlias = PerArray[MatrixAxes]
 
 
+MuonRule = Literal["muon", "normuon"]
+ScaleFunction = Callable[[int, int], Scalar]  # of outputs and inputs
+
+
+class MuonOptions(NamedTuple):
+    """What a user chose of Muon's direction, read as far as it can be.
+
+    Attributes:
+      scale: see `muon`, a function.
+      coefficients: a triple for each step.
+      fraction: of rows that an update takes; None for all.
+      shard_over: names of mesh axes.
+      adam: of the leaves that are no matrices.
+    """
+
+    matrices: MatrixOptions
+    momentum: kinds.Beta
+    nesterov: bool
+    scale: ScaleFunction
+    coefficients: newton_schulz.Coefficients
+    rule: MuonRule
+    normuon_beta: Scalar
+    fraction: float | None
+    error_decay: kinds.Beta
+    shard_over: tuple[str, ...]
+    compute_dtype: np.dtype | None
+    adam: adam_of.AdamOptions
+
+
 class Directions(NamedTuple):
     """What one update makes.
 
@@ -53,34 +83,32 @@ class Directions(NamedTuple):
     signs: PerArray[jax.Array]
 
 
-def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
+def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     """The direction of each array, and the new moments."""
     matrices = inputs.per_array(step.matrices)
-    kinds = TwoKinds.where(matrices)
-    n = muon.read(inputs, step)
-    of_first = leafwise.at((matrices, inputs.g, n.momentum, n.error_decay), kinds.first)
+    both = TwoKinds.where(matrices)
+    beta = (muon.momentum if muon.fraction is None else muon.error_decay).read(inputs, step)
+    of_first = leafwise.at((matrices, inputs.g, beta), both.first)
     moments = list(step.moments.values())
-    of_first = *of_first, *(x.at(kinds.first) for x in moments)
+    of_first = *of_first, *(x.at(both.first) for x in moments)
     of_matrices = _of_matrices(inputs.function, muon, step.numbers, *of_first)
-    betas = n.adam_beta1, n.adam_beta2
-    of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
+    of_adam = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(
-        leafwise.at(inputs.g, kinds.second),
-        *(x.at(kinds.second) for x in moments),
-        leafwise.at(of_adam, kinds.second),
+        leafwise.at(inputs.g, both.second),
+        *(x.at(both.second) for x in moments),
+        leafwise.at(of_adam, both.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
-    return Directions(*map(kinds.together, of_matrices, others))
+    return Directions(*map(both.together, of_matrices, others))
 
 
 def _of_matrices(
     function: str,
-    muon: Given,
+    muon: MuonOptions,
     of_call: Mapping[str, Leaf],
     matrices: Axes,
     g: PerArray[jax.Array],
-    momentum: BetaForms,
-    error_decay: BetaForms,
+    beta: BetaForms,
     first: Moment,
     second: Moment,
 ) -> Directions:
@@ -94,7 +122,7 @@ def _of_matrices(
             without = "without `fraction`"
             refuse_without_effect(function, "error_decay", decay, None, without)
         averaged = _look_ahead if muon.nesterov else average_of_leaf
-        m, mw = averaged(g, first, momentum)
+        m, mw = averaged(g, first, beta)
         m = list(map(MatrixAxes.gathered, matrices, m))
         x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
     else:
@@ -110,12 +138,12 @@ def _of_matrices(
             of_outputs=is_normuon,
         )
         there = list(map(MatrixAxes.local_part, matrices, is_taken))
-        decayed = leafwise.apply(_decayed_rows, sums, there, error_decay.value)
+        decayed = leafwise.apply(_decayed_rows, sums, there, beta.value)
         _, mw = _stored(decayed, first)
     vw = second.old  # which are none in Muon itself
     if is_normuon:
-        beta = numbers.beta(function, "normuon_beta", muon.normuon_beta)
-        x, vw = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
+        of_outputs = numbers.beta(function, "normuon_beta", muon.normuon_beta)
+        x, vw = _with_equal_outputs(x, matrices, axes, is_taken, second, of_outputs)
     x = leafwise.apply(rules.scale_by, x, factors_of(function, muon.scale, axes))
     x = list(map(MatrixAxes.local_part, matrices, x))
     return Directions(x, mw, vw, signs=x)

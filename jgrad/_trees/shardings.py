@@ -150,13 +150,13 @@ def varying_axes(*arrays: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> tuple[
 def varying_over(tree: PyTree, names: Sequence[str]) -> PyTree:
     """The same numbers, each array typed as varying along these mesh axes, too."""
 
-    def of_array(x: Leaf) -> Leaf:
+    def varied(x: Leaf) -> Leaf:
         if not isinstance(x, jax.Array):
             return x
         missing = tuple(name for name in names if name not in varying_axes(x))
         return _varying(x, missing) if missing else x
 
-    return jax.tree.map(of_array, tree) if names else tree
+    return jax.tree.map(varied, tree) if names else tree
 
 
 def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._trees.told import note, of_all, told
+from jgrad._trees.told import note, over_shares, told
 from jgrad._wrappers import decisions
 
 
@@ -132,7 +132,7 @@ def clip_by_global_norm(
         inexact = inputs.reference.leaves
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
-        norm = of_all(name, norms.OF_SHARES, norm)
+        norm = over_shares(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
