@@ -395,7 +395,7 @@ MUTATIONS = [
     Mutation("CodesPass.stored", "the second pass keeps no codes of a skipped step", "X if self.flag is None else _", "X", SAME_NUMBERS + " -k skip"),
     Mutation("leaf_step.place_of", "half a block in a shard", "n % _", "False", PLACES),
     # ---- what stands around a kernel
-    Mutation("around.origin", "numbers of two steps before a kernel change places", "(*of_step, *numbers)", "(*numbers, *of_step)", KERNELS + " " + SAME_NUMBERS),
+    Mutation("around.origin", "numbers of two steps before a kernel change places", "(*numbers_here, *numbers)", "(*numbers, *numbers_here)", KERNELS + " " + SAME_NUMBERS),
     Mutation("around.made_of", "a clipped gradient is written", "isinstance(new, X) and _", "False", KERNELS),
     Mutation("Then.results", "a wrapper around is told nothing", "self._outer is not None", "False", KERNELS),
     Mutation("around._both", "an update that follows in a kernel is not committed", "finish(X, *_)", "X", SAME_NUMBERS + " -k skipped"),
