@@ -203,7 +203,7 @@ def test_types_say_what_a_value_is():
 def test_a_closure_is_followed():
     """From Adam over two files to a third, and not to a kernel."""
     found = closure("_optimizers/adam.py")
-    assert {"_inputs/factory.py", "_inputs/options.py", "_trees/told.py"} <= found
+    assert {"_inputs/kinds.py", "_inputs/options.py", "_trees/told.py"} <= found
     assert not any(name.startswith(("_kernels/", "_quantized/", "_packed/")) for name in found)
 
 

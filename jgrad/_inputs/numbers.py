@@ -46,8 +46,8 @@ def betas(function: str, name: str, tree: PyTree) -> BetaForms:
         in_range(ArgLeaves.from_tree(function, name, tree), 0.0, 1.0)
         return forms(tree)
     leaves, structure = trees.flatten(_checked(function, name, tree, 1.0))
-    of_leaves = list(map(forms, leaves))
-    columns = zip(*of_leaves, strict=True) if of_leaves else ((), (), ())
+    forms_of_leaves = list(map(forms, leaves))
+    columns = zip(*forms_of_leaves, strict=True) if forms_of_leaves else ((), (), ())
     return BetaForms(*map(structure.unflatten, columns))
 
 
@@ -84,13 +84,13 @@ def in_range(
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected {expected}")
 
 
-def forms(beta: Any) -> BetaForms:
+def forms(x: Any) -> BetaForms:
     """The forms of one beta: a number of Python, or an array."""
-    if beta is None:
+    if x is None:
         return BetaForms(None, None, None)  # where there is no parameter either
-    if checks.is_number(beta):
-        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(beta))))
-    return _beta_from_array(beta)
+    if checks.is_number(x):
+        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(x))))
+    return _beta_from_array(x)
 
 
 def as_python_number(x: Any) -> Any:
