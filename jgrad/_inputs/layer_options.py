@@ -1,6 +1,5 @@
 """Options about layers: where they are, and the trust ratios that some of them have."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jgrad._inputs import numbers, options
@@ -21,13 +20,6 @@ from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import stacked_leaves, told
 
 # ---- what a factory can check ------------------------------------------------------------------
-
-
-# The kinds of two options, as `Options` has them.
-AXES: dict[str, Callable[[str, str, Any], Any]] = {
-    "mesh_axes": lambda function, _, x: read_mesh_axes(function, x),
-    "layer_axes": lambda function, name, x: read_layer_axes(function, x, name),
-}
 
 
 def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:

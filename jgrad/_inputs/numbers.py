@@ -84,13 +84,13 @@ def in_range(
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected {expected}")
 
 
-def forms(beta: Any) -> BetaForms:
+def forms(x: Any) -> BetaForms:
     """The forms of one beta: a number of Python, or an array."""
-    if beta is None:
+    if x is None:
         return BetaForms(None, None, None)  # where there is no parameter either
-    if checks.is_number(beta):
-        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(beta))))
-    return _beta_from_array(beta)
+    if checks.is_number(x):
+        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(x))))
+    return _beta_from_array(x)
 
 
 def as_python_number(x: Any) -> Any:

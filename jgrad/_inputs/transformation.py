@@ -143,14 +143,14 @@ class MomentOptions(NamedTuple):
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
-            options = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
-            form = forms.named(options.dtype)
-            layouts = form.layouts(params, tree, options) if form is not None else None
+            chosen = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
+            form = forms.named(chosen.dtype)
+            layouts = form.layouts(params, tree, chosen) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
             moments[name] = zeros(
                 params.function,
                 params.tree,
-                options.dtype if form is None else None,
+                chosen.dtype if form is None else None,
                 shapes=tree,
                 mesh_axes=sharded,
                 form=form,
@@ -192,8 +192,8 @@ class MomentOptions(NamedTuple):
         moments: dict[str, Moment] = {}
         for name, tree in shapes.moments.items():
             real = kinds[name].is_real
-            options = AS_PARAMETERS if self.of_first and real else self
-            moments[name] = options._moment(inputs, name, state, tree, keys, real=real)
+            chosen = AS_PARAMETERS if self.of_first and real else self
+            moments[name] = chosen._moment(inputs, name, state, tree, keys, real=real)
         return Step(step, state.step, moments, shapes.matrices or [], numbers)
 
     def _moment(
@@ -323,12 +323,10 @@ def transformation(
     kind: Any = OptState if issubclass(state_type, OptState) else state_type
     kinds: Kinds = kind.__jgrad_fields__.moments
 
-    shapes: ShapesOf = shapes_of or (lambda inputs: Shapes(dict.fromkeys(has, inputs.tree)))
-
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         checks.parameters(inputs.reference)
-        of_moments = shapes(inputs)
+        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
         others = () if more is None else more.init(inputs, of_moments)
         return state_type(*moments.init(inputs, of_moments, kinds), *others)
 
@@ -338,7 +336,7 @@ def transformation(
         inputs = Inputs(name, updates, params, told())
         if params_for is not None:
             inputs.require_params(params_for)
-        of_moments = shapes(inputs)
+        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
         of_call = OfCall(numbers) if numbers else None
         step = moments.read(inputs, state, of_moments, of_call or {}, kind)
         if more is not None:

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
-from jgrad._inputs import layer_options, numbers, options
+from jgrad._inputs import kinds, layer_options, numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
@@ -412,7 +412,7 @@ def hyperball(
         expected = "a prefix tree of bools, or a function of the parameters' shapes"
         remedy = "`hidden_matrices()` chooses by names and shapes"
         raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
-    options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
+    kinds.Number("learning_rate", learning_rate).check(_NAME)
     options.check_masks(_NAME, leaves=leaves)
     layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
@@ -448,10 +448,10 @@ def hyperball(
         undecayed = _Undecayed(inputs, chosen, told().undecayed)
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, undecayed=undecayed)
         done = jnp.asarray(state.done)
-        option = "learning_rate", learning_rate
+        rate = kinds.Number("learning_rate", learning_rate)
         if hyperball_learning_rate is not None:
-            option = "hyperball_learning_rate", hyperball_learning_rate
-        rates = options.number_per_array(inputs, Step.of_count(done), *option)
+            rate = kinds.Number("hyperball_learning_rate", hyperball_learning_rate)
+        rates = rate.read(inputs, Step.of_count(done))
         if not isinstance(rates, list):
             note(told().notes, "hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]

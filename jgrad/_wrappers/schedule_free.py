@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs import numbers, options
+from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
@@ -181,7 +181,7 @@ def _rate(
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
     step = Step.of_count(state.done)
-    rates = options.rate_of_leaves(inputs, "learning_rate", of_call, step)
+    rates = kinds.Rate("learning_rate", of_call).of_leaves(inputs, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 

@@ -122,7 +122,7 @@ def test_what_to_change_is_a_page(site):
     """With each row of the table in the changelog."""
     tables = re.findall(r", from (\S+) to (\S+):\n\n((?:\|.*\n)+)", page("CHANGELOG.md"))
     (old, new, table), *_ = tables
-    assert jgrad.__version__.startswith(f"{new}.")
+    assert VERSION.startswith(f"{new}.")
     text = (site / "contents/upgrade.html").read_text()
     assert text.count("<tr") == len(pages.rows(table)) + 1
     entry = f'<a class="reference internal" href="contents/upgrade.html">From {old} to {new}</a>'
