@@ -46,8 +46,8 @@ def betas(function: str, name: str, tree: PyTree) -> BetaForms:
         in_range(ArgLeaves.from_tree(function, name, tree), 0.0, 1.0)
         return forms(tree)
     leaves, structure = trees.flatten(_checked(function, name, tree, 1.0))
-    of_leaves = list(map(forms, leaves))
-    columns = zip(*of_leaves, strict=True) if of_leaves else ((), (), ())
+    forms_of_leaves = list(map(forms, leaves))
+    columns = zip(*forms_of_leaves, strict=True) if forms_of_leaves else ((), (), ())
     return BetaForms(*map(structure.unflatten, columns))
 
 

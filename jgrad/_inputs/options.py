@@ -20,9 +20,9 @@ from jgrad._trees.told import told
 # ---- what a factory can check ------------------------------------------------------------------
 
 
-def check(function: str, read: Callable[[str, str, PyTree], Any], **given: PyTree) -> None:
+def check(function: str, read: Callable[[str, str, PyTree], Any], **numbers: PyTree) -> None:
     """What `read` says of numbers; a schedule is called in each update only."""
-    for name, x in given.items():
+    for name, x in numbers.items():
         _check_called(function, name, x)
         if not trees.may_be_function(x):
             read(function, name, x if checks.is_number(x) else _without_schedules(x))

@@ -95,7 +95,7 @@ def specs(tree: PyTree) -> list[ArraySpec]:
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_array) if stacks else []
     x: Any
     for x, (path, _) in itertools.zip_longest(leaves, paths, fillvalue=((), None)):
-        own = x.__jgrad_arrays__(count) if trees.is_packed(x) else None
-        arrays += [ArraySpec((count,), stacks.get(path))] if own is None else own
-        count += 1 if own is None else x.num_leaves
+        arrays_here = x.__jgrad_arrays__(count) if trees.is_packed(x) else None
+        arrays += [ArraySpec((count,), stacks.get(path))] if arrays_here is None else arrays_here
+        count += 1 if arrays_here is None else x.num_leaves
     return arrays

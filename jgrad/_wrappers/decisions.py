@@ -340,8 +340,8 @@ def choose(
         return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 
     structure: Any = jax.tree.structure(new)
-    of_old = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
-    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), of_old))))
+    old_arrays = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
+    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), old_arrays))))
 
 
 def _choice(new: jax.Array, old: jax.Array, *use: jax.Array, largest: float) -> jax.Array:

@@ -173,15 +173,15 @@ def schedule_free(
 def _rate(
     inputs: Inputs,
     learning_rate: Scalar | Schedule,
-    of_call: PyTree,
+    rate_of_call: PyTree,
     state: ScheduleFreeState,
 ) -> jax.Array:
     """The learning rate of this update: the option, or the largest of those of the call."""
-    if of_call is None:
+    if rate_of_call is None:
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
     step = Step.of_count(state.done)
-    rates = kinds.Rate("learning_rate", of_call).of_leaves(inputs, step)
+    rates = kinds.Rate("learning_rate", rate_of_call).of_leaves(inputs, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 
