@@ -456,6 +456,7 @@ def hyperball(
         rate = kinds.Number("learning_rate", learning_rate)
         if hyperball_learning_rate is not None:
             rate = kinds.Number("hyperball_learning_rate", hyperball_learning_rate)
+            rate.check(_NAME)
         rates = rate.read(inputs, Step.of_count(done))
         if not isinstance(rates, list):
             note(told().notes, "hyperball_learning_rate", rates)
