@@ -15,7 +15,7 @@ from tests.support import messages
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
 
-ONE_FOR_ALL = Axes(of_all=True)  # types may overrule it, and no entry of a tree
+ONE_FOR_ALL = Axes(is_for_all=True)  # types may overrule it, and no entry of a tree
 
 
 @pytest.mark.parametrize(
