@@ -4,6 +4,7 @@ A form of moments may make the step of a leaf one operation on accelerators, see
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -130,9 +131,10 @@ def kernels_of(args: Sequence[Any], i: int) -> Any:
 def _results(calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results of functions of one leaf, as a list, and the new moments that they wrote."""
     results = leafwise.run(calls)
-    moments = enumerate(x for x in args if isinstance(x, Moment))
-    new = (x.written([of_leaf[k] for _, of_leaf in results]) for k, x in moments)
-    return [value for value, _ in results], *new
+    value, new = map(operator.itemgetter, (0, 1))
+    moments = [x for x in args if isinstance(x, Moment)]
+    columns = zip(*map(new, results), strict=True) if results else [()] * len(moments)
+    return list(map(value, results)), *map(Moment.written, moments, map(list, columns))
 
 
 def _entry(x: Any, i: int) -> Any:

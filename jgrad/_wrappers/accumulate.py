@@ -380,7 +380,7 @@ class _Window:
         mean: bool,
     ) -> None:
         self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
-        self.updated = inputs.updated()
+        self.updated = inputs if all(inputs.is_updated) else inputs.updated()
         sums = inputs.moment("state.total", state.total) if self.has_sum else None
         self.sums: Leaves = sums or [None] * len(inputs.g)
         is_full = use is True and not self.has_sum
