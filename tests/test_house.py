@@ -255,8 +255,8 @@ def test_nobody_else_looks_into_packed_trees(name):
 # Of tests: lines of code without what `tests/pages` has of prose, examples and other libraries, and
 # files that name private modules. Who adds, takes out as much; a table of messages, figures or
 # mutations is data, in `tests/data`.
-TESTS = sorted((PACKAGE.parent / "tests").rglob("*.py"))
-LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 25_850, 40
+TESTS = [*sorted((PACKAGE.parent / "tests").rglob("*.py")), PACKAGE.parent / "conftest.py"]
+LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 24_700, 40
 
 
 @pytest.mark.ci

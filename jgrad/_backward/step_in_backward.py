@@ -332,8 +332,8 @@ class _Step:
         self._rest = update(rest)
 
         def update_of(rows: Portion) -> tuple[ShareUpdate, Start]:
-            made = update(rows)
-            return made, self._example(made)
+            share_update = update(rows)
+            return share_update, self._example(share_update)
 
         def sliced(leaves: Portion) -> Sliced:
             """Some leaves in no stack."""
