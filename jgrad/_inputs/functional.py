@@ -28,7 +28,7 @@ Kind = Role | type[Option[Any]]
 Kinds = Mapping[str, Kind]
 # For each argument that is replaced, the others that its new value is computed from; None for all.
 Replaced = Mapping[str, Sequence[str] | None]
-Arguments = dict[str, Any]
+Arguments = dict[str, PyTree]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,16 +43,16 @@ class Declared(NamedTuple):
       kinds: of arguments.
     """
 
-    body: Callable[..., Any]
+    body: Callable[..., PyTree]
     replaced: Replaced
     before: Callable[[Arguments], Arguments] | None
     kinds: Kinds
 
 
-_RUN: list[Callable[[Declared], Callable[..., Any]]] = []
+_RUN: list[Callable[[Declared], Callable[..., PyTree]]] = []
 
 
-def runs_by(run: Callable[[Declared], Callable[..., Any]]) -> None:
+def runs_by(run: Callable[[Declared], Callable[..., PyTree]]) -> None:
     """Enters what makes a function of a declared update."""
     _RUN[:] = [run]
 
@@ -76,11 +76,11 @@ def update(
 
     def decorate(body: F) -> F:
         declared = Declared(body, replaced, before, kinds)
-        made = functools.cache(lambda: _RUN[0](declared))
+        decorated = functools.cache(lambda: _RUN[0](declared))
 
         @functools.wraps(body)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return made()(*args, **kwargs)
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            return decorated()(*args, **kwargs)
 
         return cast(F, call)
 

@@ -3,7 +3,6 @@
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,13 +13,13 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Mask
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import told
 
 # ---- what a factory can check ------------------------------------------------------------------
 
 
-def check(function: str, read: Callable[[str, str, PyTree], Any], **numbers: PyTree) -> None:
+def check(function: str, read: Callable[[str, str, PyTree], object], **numbers: PyTree) -> None:
     """What `read` says of numbers; a schedule is called in each update only."""
     for name, x in numbers.items():
         _check_called(function, name, x)
@@ -64,7 +63,7 @@ def _caller() -> str:
     return package
 
 
-def check_count(function: str, name: str, x: Any, low: int = 1) -> None:
+def check_count(function: str, name: str, x: object, low: int = 1) -> None:
     """An int of at least `low`, which shapes the program and is no number of a call."""
     if isinstance(x, jax.Array):
         problem = f"{checks.describe(x)}, expected an int; {checks.INJECTED}"
@@ -72,7 +71,7 @@ def check_count(function: str, name: str, x: Any, low: int = 1) -> None:
     checks.count(function, name, x, low)
 
 
-def _check_called(function: str, name: str, x: Any) -> None:
+def _check_called(function: str, name: str, x: object) -> None:
     """No function of jgrad in the place of what it returns: `hidden_matrices` without the call."""
     if isinstance(x, types.FunctionType) and (x.__module__ or "").startswith("jgrad."):
         public = f"jgrad.{x.__name__}"
@@ -83,7 +82,7 @@ def _check_called(function: str, name: str, x: Any) -> None:
 # ---- an entry per leaf -------------------------------------------------------------------------
 
 
-def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -> Any:
+def called(inputs: Parameters, name: str, x: PyTree, argument: Callable[[], object]) -> PyTree:
     """`x(argument)` if the option is a function, else `x`."""
     if not callable(x) or not trees.is_function(x, inputs.shapes):
         return x
@@ -97,7 +96,9 @@ def called(inputs: Parameters, name: str, x: Any, argument: Callable[[], Any]) -
 NUMBER_OF_UPDATES, SHAPES = "the number of updates", "the whole tree of shapes"
 
 
-def result_of(function: str, name: str, what: str, x: Callable[..., Any], *args: Any) -> Any:
+def result_of(
+    function: str, name: str, what: str, x: Callable[..., PyTree], *args: object
+) -> PyTree:
     """`x(*args)` of an option that is a function; its error says of which option it is.
 
     `what` are the arguments, in words.
@@ -117,20 +118,20 @@ def with_results(inputs: Inputs, step: Step, name: str, x: PyTree) -> PyTree:
     value = called(inputs, name, option, lambda: step.done)
     if value is not option:
         return trees.map_leaves(_scheduled, value)
-    results: dict[int, Any] = {}  # leaves with the same schedule share a number in the program
+    results: dict[int, Leaf] = {}  # leaves with the same schedule share a number in the program
 
-    def result(leaf: Any) -> Any:
+    def result(leaf: Leaf) -> Leaf:
         if not trees.may_be_function(leaf):
             return leaf
         if id(leaf) not in results:
-            of_step = result_of(inputs.function, name, NUMBER_OF_UPDATES, leaf, step.done)
-            results[id(leaf)] = _scheduled(of_step)
+            at_step = result_of(inputs.function, name, NUMBER_OF_UPDATES, leaf, step.done)
+            results[id(leaf)] = _scheduled(at_step)
         return results[id(leaf)]
 
     return trees.map_leaves(result, option)
 
 
-def _scheduled(x: Any) -> Any:
+def _scheduled(x: PyTree) -> PyTree:
     return numerics.once(x) if checks.is_inexact(x) else x
 
 

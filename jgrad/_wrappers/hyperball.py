@@ -37,7 +37,7 @@ from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
 from jgrad._wrappers import decisions, inside, watch
@@ -76,8 +76,8 @@ class _Sums(NamedTuple):
 
 
 def steps_on_sphere(
-    w: Sequence[Any],
-    u: Sequence[Any],
+    w: Sequence[Leaf],
+    u: Sequence[Leaf],
     radii: Sequence[jax.Array | None],
     rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
@@ -443,7 +443,7 @@ def hyperball(
         params: PyTree = None,
         *,
         hyperball_learning_rate: PyTree = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, HyperballState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
@@ -456,6 +456,7 @@ def hyperball(
         rate = kinds.Number("learning_rate", learning_rate)
         if hyperball_learning_rate is not None:
             rate = kinds.Number("hyperball_learning_rate", hyperball_learning_rate)
+            rate.check(_NAME)
         rates = rate.read(inputs, Step.of_count(done))
         if not isinstance(rates, list):
             note(told().notes, "hyperball_learning_rate", rates)
@@ -475,7 +476,7 @@ class _Undecayed:
         names = itertools.compress(leaf_names.names(inputs.shapes), chosen)
         self._names: set[str] = {*names, *(outer._names if outer is not None else ())}
 
-    def check(self, inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
+    def check(self, inputs: Inputs, name: str, decays: Sequence[Leaf]) -> None:
         """An error for a decay of one of them."""
         for path, x in zip(leaf_names.names(inputs.shapes), decays, strict=True):
             number = numbers.as_python_number(x)
@@ -557,7 +558,7 @@ def _radii_of_option(
     return radii
 
 
-def _positive(arg: ArgLeaves, i: int, x: Any) -> Any:
+def _positive(arg: ArgLeaves, i: int, x: Leaf) -> Leaf:
     """One number; an array of one element passes, since it may be traced."""
     x = numbers.as_python_number(x)
     is_array = checks.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.floating)
