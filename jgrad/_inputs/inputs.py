@@ -71,8 +71,8 @@ class Parameters:
 
     def put_back(self, new: Sequence[Leaf], others: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array of the tree: new ones for these arrays, else those of others."""
-        of_all = dict(enumerate(others)) | dict(zip(self.rows, new, strict=True))
-        return list(of_all.values())
+        entries = dict(enumerate(others)) | dict(zip(self.rows, new, strict=True))
+        return list(entries.values())
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""

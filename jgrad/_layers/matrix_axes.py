@@ -300,9 +300,9 @@ class TwoKinds(NamedTuple):
         first = [i for i, x in enumerate(is_first) if x]
         return cls(first, [i for i, x in enumerate(is_first) if not x])
 
-    def together(self, of_first: Sequence[Leaf], of_second: Sequence[Leaf]) -> list[Leaf]:
+    def together(self, firsts: Sequence[Leaf], seconds: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each leaf, from those of both kinds."""
-        entries = dict(zip((*self.first, *self.second), (*of_first, *of_second), strict=True))
+        entries = dict(zip((*self.first, *self.second), (*firsts, *seconds), strict=True))
         return list(map(entries.__getitem__, range(len(entries))))
 
 

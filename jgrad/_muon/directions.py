@@ -88,10 +88,10 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     matrices = inputs.per_array(step.matrices)
     both = TwoKinds.where(matrices)
     beta = (muon.momentum if muon.fraction is None else muon.error_decay).read(inputs, step)
-    of_first = leafwise.at((matrices, inputs.g, beta), both.first)
+    arguments = leafwise.at((matrices, inputs.g, beta), both.first)
     moments = list(step.moments.values())
-    of_first = *of_first, *(x.at(both.first) for x in moments)
-    of_matrices = _of_matrices(inputs.function, muon, step.numbers, *of_first)
+    arguments = *arguments, *(x.at(both.first) for x in moments)
+    orthogonal = _matrix_directions(inputs.function, muon, step.numbers, *arguments)
     of_adam = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
@@ -99,13 +99,13 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
         leafwise.at(of_adam, both.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
-    return Directions(*map(both.together, of_matrices, others))
+    return Directions(*map(both.together, orthogonal, others))
 
 
-def _of_matrices(
+def _matrix_directions(
     function: str,
     muon: MuonOptions,
-    of_call: Mapping[str, Leaf],
+    call_numbers: Mapping[str, Leaf],
     matrices: Axes,
     g: PerArray[jax.Array],
     beta: BetaForms,
@@ -118,7 +118,7 @@ def _of_matrices(
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[jax.Array] | None = None
     if muon.fraction is None:
-        if (decay := of_call.get("error_decay")) is not None:
+        if (decay := call_numbers.get("error_decay")) is not None:
             without = "without `fraction`"
             refuse_without_effect(function, "error_decay", decay, None, without)
         averaged = _look_ahead if muon.nesterov else average_of_leaf
@@ -126,7 +126,7 @@ def _of_matrices(
         m = list(map(MatrixAxes.gathered, matrices, m))
         x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
     else:
-        check_no_momentum(function, muon.fraction, of_call.get("momentum"))
+        check_no_momentum(function, muon.fraction, call_numbers.get("momentum"))
         sums = leafwise.apply(rules.add_scaled, g, first.old)
         x, is_taken = orthogonalize.orthogonalized_rows(
             function,
@@ -167,7 +167,7 @@ def factors_of(
     Matrices with equal sizes share one in the program.
     """
     factors: dict[tuple[int, int], jax.Array] = {}
-    of_arrays: PerArray[jax.Array] = []
+    numbers_of_arrays: PerArray[jax.Array] = []
     for of in axes:
         sizes = [piece.sizes for piece in matrix_axes.pieces(of)]
         for size in sizes:
@@ -175,9 +175,9 @@ def factors_of(
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
                 factors[size] = numbers.scalar(function, f"scale{size}", x)
         is_one = len(set(sizes)) == 1
-        of_sizes = [factors[size] for size in sizes]
-        of_arrays.append(of_sizes[0] if is_one else matrix_axes.per_output(of_sizes, of))
-    return of_arrays
+        scales = [factors[size] for size in sizes]
+        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, of))
+    return numbers_of_arrays
 
 
 def _with_equal_outputs(

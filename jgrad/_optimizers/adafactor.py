@@ -274,8 +274,8 @@ def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call]
     beta = _beta2(name, chosen, step)
 
     g = list(map(_as_read_in_branches, inputs.g))
-    axes, of_matrices, floors = leafwise.at((matrices, g, least), both.first)
-    means = matrix_axes.on_matrices(_mean_squares, axes, of_matrices)
+    axes, matrix_gradients, floors = leafwise.at((matrices, g, least), both.first)
+    means = matrix_axes.on_matrices(_mean_squares, axes, matrix_gradients)
     vw = step.moments["vw"].at(both.first)
     (rows, new_rows), (columns, new_columns) = (
         average_of_leaf([x[k] for x in means], _part(vw, field), beta)
@@ -284,14 +284,14 @@ def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call]
     factors = rows, columns, floors
     roots = matrix_axes.on_matrices(_inverse_roots, axes, *factors, rule=chosen.rule)
     by_factors: list[Call] = []
-    for x, of, ab, floor in zip(of_matrices, axes, roots, floors, strict=True):
+    for x, of, ab, floor in zip(matrix_gradients, axes, roots, floors, strict=True):
         by = _by_bounded_factors if is_torch else _by_factors
         bounded = leafwise.fixed(by, terms=_terms(x, of))
         by_factors.append((bounded, (x, *ab, floor) if is_torch else (x, *ab)))
 
     others, floors = leafwise.at((g, least), both.second)
-    of_others = step.moments["vw"].at(both.second)
-    elements, new_elements = average_of_leaf(leafwise.apply(_squares, others), of_others, beta)
+    squares = step.moments["vw"].at(both.second)
+    elements, new_elements = average_of_leaf(leafwise.apply(_squares, others), squares, beta)
     by = _by_bounded_elements if is_torch else _by_elements
     by_elements = [(by, x) for x in zip(others, elements, floors, strict=True)]
     u = both.together(by_factors, by_elements)

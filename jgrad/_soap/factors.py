@@ -233,8 +233,8 @@ class Matrices(NamedTuple):
         numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
         for x, axes, own, *both in zip(g, *self, *numbers, strict=True):
             sides = [(run.left, run.right) for run in own]
-            of_leaf = axes.gathered(x), sides, *both
-            calls.append((leafwise.fixed(_averages, axes=axes.whole), of_leaf))
+            arguments = axes.gathered(x), sides, *both
+            calls.append((leafwise.fixed(_averages, axes=axes.whole), arguments))
         new: list[OfLeaf] = []
         for own, averages in zip(self.factors, leafwise.run(calls), strict=True):
             pairs = zip(own, averages, strict=True)
@@ -250,8 +250,8 @@ class Matrices(NamedTuple):
             if side.basis is not None
         ]
         new = iter(bases.refreshed(function, sides, what, shard_over))
-        of_leaf = [tuple(_with_bases(run, new) for run in own) for own in self.factors]
-        return self._replace(factors=of_leaf)
+        turned = [tuple(_with_bases(run, new) for run in own) for own in self.factors]
+        return self._replace(factors=turned)
 
 
 def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:

@@ -237,11 +237,11 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
         epsilon=soap.epsilon.read(inputs, step),
     )
     both = TwoKinds.where(axes)
-    of_leaves = [inputs.specs[i].positions[0] for i in both.first]  # matrices are not packed
-    old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, of_leaves))
+    leaves = [inputs.specs[i].positions[0] for i in both.first]  # matrices are not packed
+    old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, leaves))
     moments = list(step.moments.values())
-    of_first = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
-    new = _of_matrices(inputs, step, soap, old, *of_first)
+    arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
+    new = _of_matrices(inputs, step, soap, old, *arguments)
     others, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
         *(x.at(both.second) for x in moments),
@@ -253,11 +253,11 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     like = signs if descent.rule == "cautious" else None
     updates = descent.updates(direction, inputs.w, like)
     if soap.first_step == "skip":
-        of_both = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
-        skipped = leafwise.apply(_zero_at_first, of_both[0], step.number == 1)
-        updates = both.together(skipped, of_both[1])
-    of_all = dict(enumerate(step.more)) | dict(zip(of_leaves, new.factors, strict=True))
-    of_factors = tree_of(inputs, list(of_all.values()))
+        parts = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
+        skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
+        updates = both.together(skipped, parts[1])
+    factors_of_leaves = dict(enumerate(step.more)) | dict(zip(leaves, new.factors, strict=True))
+    of_factors = tree_of(inputs, list(factors_of_leaves.values()))
     return updates, both.together(new.mw, mw), both.together(new.vw, vw), of_factors
 
 

@@ -404,24 +404,24 @@ class _Window:
         divisor = divisor if self.mean else jnp.ones_like(divisor)
         # Without a sum, the zeros in the branch are constants and take no memory.
         g = self.updated.g
-        sums = self._of_updated() if self.has_sum else list(map(jnp.zeros_like, g))
+        sums = self._updated_sums() if self.has_sum else list(map(jnp.zeros_like, g))
         means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
         return self.updated.put_back(means, self.sums)
 
-    def _of_updated(self) -> list[jax.Array]:
+    def _updated_sums(self) -> list[jax.Array]:
         """The sums of leaves with a gradient; all others stay."""
         sums: list[jax.Array] = leafwise.at(self.sums, self.updated.rows)
         return sums
 
     def widened(self) -> Leaves:
         """The old sums, in the dtypes of the means."""
-        both = zip(self._of_updated(), self.updated.g, strict=True)
+        both = zip(self._updated_sums(), self.updated.g, strict=True)
         wide = [numerics.widen(x, numerics.real_dtype(x, g)) for x, g in both]
         return self.updated.put_back(wide, self.sums)
 
     def total(self) -> Leaves:
         """The sums with this mini-batch, in a window that stays open."""
-        total = apply(_sum, self._of_updated(), self.updated.g, self.use, *self.weights)
+        total = apply(_sum, self._updated_sums(), self.updated.g, self.use, *self.weights)
         return self.updated.put_back(total, self.sums)
 
     def next_total(self, sums: Leaves) -> Leaves:
@@ -481,8 +481,8 @@ def _branches(
 
     def run() -> tuple[tuple[Leaves, PyTree], None]:
         means = divided if window.has_sum else window.means()
-        of_updated = leafwise.at(means, window.updated.rows), window.updated.g
-        gradients = window.updated.gradients(list(map(gradient, *of_updated)))
+        with_gradients = leafwise.at(means, window.updated.rows), window.updated.g
+        gradients = window.updated.gradients(list(map(gradient, *with_gradients)))
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):

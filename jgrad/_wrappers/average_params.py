@@ -122,9 +122,9 @@ def average_params(
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
         rows = [i for i, x in new.items() if checks.is_inexact(x)]  # integers are copied
-        of_rows = leafwise.at((after, old), rows)
-        averaged = apply(rules.average, *of_rows, beta.value, beta.complement)
-        new |= zip(rows, inputs.kept(averaged, of_rows[1]), strict=True)
+        pairs = leafwise.at((after, old), rows)
+        averaged = apply(rules.average, *pairs, beta.value, beta.complement)
+        new |= zip(rows, inputs.kept(averaged, pairs[1]), strict=True)
         average = inputs.moments([new.get(i) for i in range(len(old))], old)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
