@@ -52,9 +52,10 @@ def scan_layers(
     one, each as soon as its gradient is known, so the gradients of all layers never exist at the
     same time.
 
-    Layers and `xs` may lie in host memory. Each is fetched for its turn, so that a forward pass, as
-    in evaluation or generation, has one layer on the device. In an ordinary `jax.grad` a layer is
-    fetched again in the backward pass, and the gradients of the layers lie on the host, too.
+    Layers and `xs` may lie in host memory. Each layer is fetched when its turn comes, so that a
+    forward pass, as in evaluation or generation, has one layer on the device. In an ordinary
+    `jax.grad`, it is fetched again in the backward pass, and the gradients of the layers lie on the
+    host, too.
 
     In such a loss, each leaf of `layers` has to be one of the parameters, either as it is, or cast,
     transposed or reshaped as a whole: `w.reshape(6, 2, *w.shape[1:])` has two of twelve layers in

@@ -69,3 +69,19 @@ def test_a_mean_over_devices():
     of_devices = jax.vmap(step, (None, None, 0), axis_name="device")
     new, _, _ = jax.eval_shape(of_devices, params, tx.init(params), x)
     assert new["first"].shape == (2, *params["first"].shape)
+
+
+def with_a_number(tx):
+    """A step of a model in which a weight is one number, in no stack."""
+    params = {**models.params(), "scale": jnp.ones(())}
+    loss = lambda p, x: p["scale"] * models.loss({k: p[k] for k in p.keys() - {"scale"}}, x)
+    return call(tx, loss, params)
+
+
+def test_a_number_beside_arrays(standard_promotion):
+    """What is made of its gradient needs the promise, as of arrays; a rate is no weight."""
+    rates = optax.inject_hyperparams(jgrad.adam)(optax.linear_schedule(1e-2, 0.0, 5))
+    with_a_number(rates)()
+    of_number = optax.masked(optax.scale(2.0), lambda p: {name: name == "scale" for name in p})
+    with pytest.raises(ValueError, match="`scale` of another library computes updates"):
+        with_a_number(optax.chain(of_number, adam()))()
