@@ -276,7 +276,7 @@ def test_optax_names():
 @pytest.mark.slow(always=["momentum", "adam_moments", "adamw", "lamb_decayed"])
 @every_case()
 def test_e20_e29_integer_leaves_and_missing_gradients(case):
-    """They and their moments are left alone, bit for bit."""
+    """They and their moments are left alone, bit for bit; the others do not notice."""
     case = case.without_masks()
     rng = np.random.default_rng(0)
     w = {"a": jnp.asarray(rng.normal(size=3), jnp.float32), "b": jnp.ones(2)}
@@ -287,14 +287,17 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
     state = tx.init(w | more)
     # Moments of "b" that are not zero.
     state = jax.tree.map(lambda m: m + 1 if m.shape == (2,) else m, state)
+    alone_updates, alone = tx.update(g, tx.init(w), w)
     for count in (None, float0, jnp.full(3, 7)):
         grads = g | {"count": count, "flag": None, "none": None}
         updates, new = tx.update(grads, state, w | more)
         found = optax.apply_updates(w | more, updates)
         assert_equal({k: found[k] for k in ("b", *more)}, {"b": w["b"]} | more)
+        assert_equal(found["a"], optax.apply_updates(w, alone_updates)["a"])
         assert updates["count"].dtype == jnp.int32
         for name in case.state:
             moments = getattr(new, name)
+            assert_equal(moments["a"], getattr(alone, name)["a"])
             assert_equal(moments["b"], jnp.ones(2))
             assert moments["count"] is None
 
