@@ -92,11 +92,11 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     moments = list(step.moments.values())
     arguments = *arguments, *(x.at(both.first) for x in moments)
     orthogonal = _matrix_directions(inputs.function, muon, step.numbers, *arguments)
-    of_adam = muon.adam.read(inputs, step)
+    adam_numbers = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
         *(x.at(both.second) for x in moments),
-        leafwise.at(of_adam, both.second),
+        leafwise.at(adam_numbers, both.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
     return Directions(*map(both.together, orthogonal, others))
@@ -168,15 +168,15 @@ def factors_of(
     """
     factors: dict[tuple[int, int], jax.Array] = {}
     numbers_of_arrays: PerArray[jax.Array] = []
-    for of in axes:
-        sizes = [piece.sizes for piece in matrix_axes.pieces(of)]
+    for where in axes:
+        sizes = [piece.sizes for piece in matrix_axes.pieces(where)]
         for size in sizes:
             if size not in factors:
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
                 factors[size] = numbers.scalar(function, f"scale{size}", x)
         is_one = len(set(sizes)) == 1
         scales = [factors[size] for size in sizes]
-        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, of))
+        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, where))
     return numbers_of_arrays
 
 

@@ -366,7 +366,7 @@ def test_e39_float64(x64, packed):
 
 def test_no_large_leaf_is_said_once(caplog):
     """In the log, where nothing is an error; not for a user who keeps every leaf in float32."""
-    forms._said.clear()
+    forms._seen.clear()
     small, large = {"w": jnp.ones((32, 64)), "n": jnp.arange(9000), "x": None}, jnp.ones((64, 64))
     for tx, w in (
         (jgrad.adam(0.1), small),
@@ -392,7 +392,7 @@ def test_no_large_leaf_is_said_once(caplog):
 
 def test_updates_that_float8_weights_lose_are_said_once(caplog):
     """Below a quarter of its epsilon nothing moves; with `master_weights` there is nothing to say."""
-    forms._said.clear()
+    forms._seen.clear()
     w = {"w": jnp.ones(8, jnp.float8_e4m3fn), "b": jnp.ones(3)}
     sgd, grads = jgrad.gradient_descent(0.03), [w] * 10
     kept, _ = train(jgrad.master_weights(sgd), w, grads)
@@ -410,7 +410,7 @@ def test_updates_that_float8_weights_lose_are_said_once(caplog):
 
 def test_a_share_of_a_model_is_no_small_model(caplog):
     """A step in the backward pass begins states of its own, of layers and of what is in no stack."""
-    forms._said.clear()
+    forms._seen.clear()
     params = {"layers": {"w": jnp.ones((2, 64, 64))}, "head": jnp.ones((64, 3))}
     tx = jgrad.adam(0.1, moment_dtype="8bit")
 
