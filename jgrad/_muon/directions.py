@@ -113,7 +113,7 @@ def _matrix_directions(
     second: Moment,
 ) -> Directions:
     """Those of matrices, of which alone all arguments are."""
-    axes = [of.whole for of in matrices]
+    axes = [where.whole for where in matrices]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[jax.Array] | None = None
@@ -195,7 +195,7 @@ def _with_equal_outputs(
 
     def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
         pairs = zip(matrices, numbers, strict=True)
-        return [of.local_part(x, per_output=True) for of, x in pairs]
+        return [where.local_part(x, per_output=True) for where, x in pairs]
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
@@ -204,7 +204,7 @@ def _with_equal_outputs(
         there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
     pairs = zip(matrices, averages, strict=True)
-    averages = [of.gathered(x, per_output=True) for of, x in pairs]
+    averages = [where.gathered(x, per_output=True) for where, x in pairs]
     return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 

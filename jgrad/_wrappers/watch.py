@@ -225,7 +225,11 @@ def watch(
         return WatchState(_report(form, params, mesh_axes), inner)
 
     def update_of(
-        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **record: Any
+        updates: PyTree,
+        params: PyTree,
+        state: PyTree,
+        extra_args: dict[str, PyTree],
+        **record: Any,
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
@@ -236,7 +240,7 @@ def watch(
         return (inputs, steps, inner), numbers | record["notes"]
 
     def update(
-        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, WatchState]:
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
