@@ -225,11 +225,7 @@ def watch(
         return WatchState(_report(form, params, mesh_axes), inner)
 
     def update_of(
-        updates: PyTree,
-        params: PyTree,
-        state: PyTree,
-        extra_args: dict[str, PyTree],
-        **record: Any,
+        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **record: Any
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)

@@ -173,7 +173,7 @@ def test_e35_large_betas(beta2):
 
 def _stored(rule, old, steps, *, stochastic):
     """A moment after steps of a rule of one array, rounded as transformations do, or to the nearest."""
-    own = Geometry.of_leaf(old.shape)
+    own = Geometry.for_leaf(old.shape)
     keys = ElementKeys(np.array([1, 2], np.uint32), np.zeros((), np.uint32))
 
     @jax.jit
@@ -192,7 +192,7 @@ def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
     """In the mean, from 0 and whatever their size; to the nearest they stick below it."""
     g = jnp.asarray(np.linspace(1, 2, 4096), jnp.float32)
     rule = lambda x: beta * encoding.decoded(x) + (1 - beta) * g.reshape(x.codes.shape)
-    start = encoding.zeros(jnp.zeros(4096), (), codec.of_moments(second=False))
+    start = encoding.zeros(jnp.zeros(4096), (), codec.for_moments(second=False))
     exact = np.asarray(g, float) * (1 - beta**1000)
     found = _stored(rule, start, 1000, stochastic=True) / exact
     assert abs(found.mean() - 1) < 4 * found.std() / 64 + 1e-3
