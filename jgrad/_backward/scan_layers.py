@@ -130,9 +130,13 @@ def scan_layers(
     def body(carry: PyTree, turn: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         layer, x = map(host_memory.to_device, turn)
         result = block(layer, carry) if xs is None else block(layer, carry, x)
+        is_pair = isinstance(result, tuple) and len(result) == 2
         if not has_ys:
+            if is_pair and trees.flatten(result)[1] != trees.flatten(carry)[1]:
+                expected = "a new carry; with `has_ys=True`, it returns `(carry, y)`"
+                raise TypeError(f"{_NAME}: `block` returns a pair, expected {expected}.")
             return result, None
-        if not (isinstance(result, tuple) and len(result) == 2):
+        if not is_pair:
             came = "an array" if checks.is_array(result) else type(result).__name__
             expected = "`(carry, y)`, as `has_ys=True` says"
             raise TypeError(f"{_NAME}: `block` returns {came}, expected {expected}.")
