@@ -156,8 +156,8 @@ class Inputs(Parameters):
         self.notes, self.undecayed = around.notes, around.undecayed
         self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
-        self._given = self.like_reference("updates", updates)
-        self.g = self._gradients(self._given.with_arrays())
+        self._updates = self.like_reference("updates", updates)
+        self.g = self._gradients(self._updates.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
     def require_params(self, reason: str) -> list[Leaf]:
@@ -216,7 +216,7 @@ class Inputs(Parameters):
 
     def gradients(self, new: Sequence[Leaf]) -> PyTree:
         """The gradients as they came in, with new ones for these leaves."""
-        return self._structure.unflatten(self.put_back(new, self._given.leaves))
+        return self._structure.unflatten(self.put_back(new, self._updates.leaves))
 
     def zeros(self) -> PyTree:
         """Updates that change nothing."""
