@@ -11,7 +11,7 @@ from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jgrad._arithmetic import numerics
 from jgrad._backward import calls, row_slices
@@ -23,12 +23,12 @@ from jgrad._backward.row_slices import Sliced, updates_of_rows
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._forms.places import places_by_option
 from jgrad._inputs.inputs import Parameters
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
-from jgrad._trees.annotations import Params, Shardings, SomeState, Value, ValueAndAux
+from jgrad._trees.annotations import MeshAxes, Params, SomeState, Value, ValueAndAux
 from jgrad._trees.explained import AnyTransformation
-from jgrad._trees.places import Place
+from jgrad._trees.places import is_shard, whole_along
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import Placement, read_mesh_axes
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
 from jgrad._wrappers import inside
@@ -79,7 +79,7 @@ def step_in_backward(
     has_aux: bool,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, ValueAndAux]: ...
 @overload
 def step_in_backward(
@@ -90,7 +90,7 @@ def step_in_backward(
     has_aux: Literal[False] = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, Value]: ...
 def step_in_backward(
     tx: AnyTransformation,
@@ -100,7 +100,7 @@ def step_in_backward(
     has_aux: bool = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, PyTree]:
     """Builds a train step that updates each layer during the backward pass.
 
@@ -213,7 +213,7 @@ def step_in_backward(
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
     calls.check_function(gradients)
-    read_mesh_axes(_NAME, mesh_axes, names=False)
+    read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(
         traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
@@ -235,7 +235,7 @@ def step_in_backward(
     ) -> Results:
         forward = Forward(traced, jax.tree.leaves(params))
         value = forward.result[0] if has_aux else forward.result
-        places: list[Place | None] = []
+        places: list[Placement | None] = []
         if mesh_axes is not None:
             places = places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.of_loss(value, state) | extra
@@ -289,7 +289,7 @@ class _Step:
         whole: Whole,
         traced: TracedLoss,
         model: Model,
-        places: Sequence[Place | None],
+        places: Sequence[Placement | None],
         extra: Extra,
         gradients: OfGradients | None,
         *,
@@ -302,7 +302,8 @@ class _Step:
 
         def update(portion: Portion) -> ShareUpdate:
             of_leaves = itertools.zip_longest(portion.positions, portion.axes)
-            axes = [_spec(places[i], k) for i, k in of_leaves if places]
+            known = ((places[i], k) for i, k in of_leaves if places)
+            axes = [place and whole_along(place, k) for place, k in known]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
         def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
@@ -565,9 +566,9 @@ class _Step:
     def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
         place = self._places[i] if self._places else None
-        if place is None or place.is_shard:
+        if place is None or is_shard(place):
             return gradient
-        sharding = NamedSharding(place.mesh, _spec(place, axis) or PartitionSpec())
+        sharding = NamedSharding(place.mesh, whole_along(place, axis).spec)
         return jax.lax.with_sharding_constraint(gradient, sharding)
 
     def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:
@@ -592,13 +593,6 @@ def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
     """The numbers of two sets of shares; one of them may have more."""
     both = {key: update.combines[key].two(a[key], b[key]) for key in a.keys() & b.keys()}
     return {**a, **b, **both}
-
-
-def _spec(place: Place | None, axis: int | None) -> PartitionSpec | None:
-    """How a leaf of a share is sharded: a layer keeps its axis, which is of length 1."""
-    if place is None:
-        return None
-    return PartitionSpec(*(None if k == axis else names for k, names in enumerate(place.spec)))
 
 
 def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:

@@ -18,6 +18,7 @@ from jgrad._inputs.leaf_functions import Descent
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import MomentOptions
 from jgrad._trees import checks
+from jgrad._trees.shardings import read_mesh_axes
 
 Arguments = Mapping[str, Any]
 
@@ -49,11 +50,6 @@ def count(low: int = 1) -> Callable[[str, str, Any], None]:
     return check
 
 
-def shardings(function: str, name: str, x: Any) -> None:
-    """The kind of `mesh_axes` that have to say which axis of a leaf is sharded."""
-    checks.shardings(function, name, x)
-
-
 class Reads(NamedTuple):
     """The kind of an option that a factory reads once: `Given` has what `read(function, x)` is."""
 
@@ -71,6 +67,7 @@ DECAY: dict[str, Kind] = {
     "weight_decay_mask": Role.MASK,
 }
 COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
+MESH_AXES = Reads(read_mesh_axes)
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 
 

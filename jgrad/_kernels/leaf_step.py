@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jgrad._arithmetic.leaf_moment import LeafMoment, written
 from jgrad._quantized.blocks import SIZE
-from jgrad._trees.places import Place
+from jgrad._trees.places import WHOLE, shard_count, shard_index, whole_along
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import Placement, axes_of_spec
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")
@@ -49,7 +50,7 @@ class LeafStep(NamedTuple):
     structure: Any
     positions: tuple[int, ...]
     replaces: tuple[int | None, ...]
-    place: Place | None
+    place: Placement | None
     no_kernel: str
     traced: Any
     used: tuple[bool, ...]
@@ -121,7 +122,7 @@ def in_memory(*arrays: Any) -> bool:
 
 def place_of(
     step: LeafStep, operands: Sequence[Any], form: Lowering, *, is_local: bool
-) -> Place | str:
+) -> Placement | str:
     """The place of the kernel of a step; a text that says why it has none.
 
     Args:
@@ -137,20 +138,19 @@ def place_of(
     if form == "kernel" and step.no_kernel:
         return step.no_kernel
     if is_local:
-        return Place()
+        return WHOLE
     mesh = codes.sharding.mesh
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     if form == "two passes":
-        return "its mesh has explicit axes" if is_explicit else Place()
+        return "its mesh has explicit axes" if is_explicit else WHOLE
     place = step.place
     if is_explicit:
-        place = Place(mesh, tuple(codes.sharding.spec))
+        place = Placement(axes_of_spec(codes.sharding.spec), mesh=mesh)
     if place is None:
-        return "nothing says how it is sharded; `mesh_axes` does"
-    place = place._replace(spec=(*place.spec, *[None] * (codes.ndim - len(place.spec))))
+        return "nothing says how it is sharded; a PartitionSpec as `mesh_axes` does"
     for axis, n in enumerate(codes.shape):
         size = SIZE if axis == codes.ndim - 1 else 1
-        if n % (place.shards(axis) * size):
+        if n % (shard_count(place, axis) * size):
             return f"its shards along axis {axis} have no whole blocks of {size}"
     return place
 
@@ -159,7 +159,7 @@ def on_shards(
     kernel: Callable[..., list[jax.Array]],
     operands: Sequence[jax.Array],
     shape: tuple[int, ...],
-    place: Place,
+    place: Placement,
 ) -> list[jax.Array]:
     """What a kernel writes, on each shard of a leaf.
 
@@ -172,7 +172,7 @@ def on_shards(
     """
     if place.mesh is None:
         return kernel(operands, jnp.zeros((len(shape),), jnp.int32))
-    spec, of_rows = PartitionSpec(*place.spec), PartitionSpec(*place.spec[:-1], None)
+    spec, of_rows = place.spec, whole_along(place, len(shape) - 1).spec
     widths = {shape[-1]: spec, 1: of_rows, shape[-1] // SIZE: spec}
     specs = [widths[x.shape[-1]] if x.ndim > 1 else PartitionSpec() for x in operands]
     if AxisType.Explicit in place.mesh.axis_types:  # types of arrays are as these say
@@ -181,7 +181,7 @@ def on_shards(
 
     def on_shard(operands: Sequence[jax.Array]) -> list[jax.Array]:
         numbers = zip(shape, range(len(shape)), strict=True)
-        starts = [place.index_of(axis) * (n // place.shards(axis)) for n, axis in numbers]
+        starts = [shard_index(place, axis) * (n // shard_count(place, axis)) for n, axis in numbers]
         return kernel(operands, jnp.stack(starts))
 
     return jax.shard_map(

@@ -18,7 +18,8 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, View, partition_spec
+from jgrad._layers.matrix_axes import MatrixAxes, View
+from jgrad._trees.shardings import MeshAxesPerAxis, partition_spec
 
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 

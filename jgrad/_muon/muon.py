@@ -38,11 +38,11 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
     Polynomials,
     Scalar,
-    Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
@@ -238,7 +238,7 @@ def muon(
     error_decay: Number = 0.95,
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: ComputeDType = None,
@@ -393,7 +393,7 @@ def scale_by_muon(
     error_decay: Number = 0.95,
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: ComputeDType = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -38,10 +37,10 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
     Scalar,
-    Shardings,
 )
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
@@ -204,8 +203,7 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
     mask = structure.unflatten(is_matrix)
     found = matrix_options.find(inputs, mask, output_axes, layer_axes, chosen["mesh_axes"], None)
     factored = [
-        None if of is None or min(of.whole.sizes) < chosen["min_side"] else of
-        for of in (of and of.in_shard_map for of in found)
+        None if of is None or min(of.whole.sizes) < chosen["min_side"] else of for of in found
     ]
     per_array: list[MatrixAxes | None] = []
     for spec in inputs.specs:
@@ -297,7 +295,8 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
     """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
     name, chosen = inputs.function, given.arguments
     factors: list[list[jax.Array]] = [[] for _ in u]
-    axes = _layers(inputs, given)
+    where = chosen["mesh_axes"], chosen["layer_axes"]
+    axes = layer_options.layers(inputs, *where)
     there = sorted((i for i, x in enumerate(u) if x is not None), key=lambda i: axes[i].sort_key)
     layers = [axes[i] for i in there]
     measured: list[list[Call]] = []
@@ -324,25 +323,6 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[lis
         for i, x in zip(there, norms.split(layers, made), strict=True):
             factors[i].append(x)
     return factors
-
-
-def _layers(inputs: Inputs, given: Given) -> list[LayerAxes]:
-    """Where the layers are: a mesh axis along which they are stacked is not summed over."""
-    mesh_axes = given.arguments["mesh_axes"]
-    axes = layer_options.layers(inputs, mesh_axes, given.arguments["layer_axes"])
-    if mesh_axes is None:
-        return axes
-    shardings = matrix_options.read_shardings(inputs.function, mesh_axes)
-    given_to = inputs.function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
-    specs = ArgLeaves.from_prefix(*given_to).leaves
-    for i, (of, spec) in enumerate(zip(axes, inputs.specs, strict=True)):
-        sharding = specs[spec.positions[0]]
-        if sharding is None or not of.stacked:
-            continue
-        over = [names for axis, names in enumerate(sharding.values) if axis in of.stacked]
-        names = tuple(x for x in of.mesh_axes if x not in itertools.chain(*over))
-        axes[i] = dataclasses.replace(of, mesh_axes=names)
-    return axes
 
 
 def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
@@ -412,7 +392,7 @@ def adafactor(
     weight_decay_rule: DecayRule = "decoupled",
     rule: AdafactorRule = "paper",
     output_axes: ArrayAxes = LAST,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,

@@ -13,7 +13,7 @@ from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, one_of, shardings
+from jgrad._inputs.factory import DECAY, FORM, MESH_AXES, Given, Options, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -24,10 +24,10 @@ from jgrad._trees.annotations import (
     Gradient,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Vw,
     Weights,
 )
@@ -297,7 +297,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=shardings, **FORM)
+_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=MESH_AXES, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 
@@ -312,7 +312,7 @@ def adam(
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -392,7 +392,7 @@ def scale_by_adam(
     beta2: Number = 0.999,
     epsilon: Number = 1e-8,
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:

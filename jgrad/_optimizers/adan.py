@@ -12,7 +12,7 @@ from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, shardings
+from jgrad._inputs.factory import DECAY, FORM, MESH_AXES, Given, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -23,10 +23,10 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Vw,
     Weights,
 )
@@ -289,7 +289,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**_NUMBERS, mesh_axes=shardings, **FORM)
+_DIRECTION = Options(**_NUMBERS, mesh_axes=MESH_AXES, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 
@@ -304,7 +304,7 @@ def adan(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[AdanState]:
@@ -393,7 +393,7 @@ def scale_by_adan(
     beta2: Number = 0.92,
     beta3: Number = 0.99,
     epsilon: Number = 1e-8,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[AdanState]:

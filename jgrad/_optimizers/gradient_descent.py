@@ -10,7 +10,7 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional
-from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options, shardings
+from jgrad._inputs.factory import COUPLED_DECAY, FORM, MESH_AXES, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -20,9 +20,9 @@ from jgrad._trees.annotations import (
     CoupledDecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
-    Shardings,
     Weights,
 )
 from jgrad._trees.explained import Transformation, explained
@@ -128,7 +128,7 @@ _OPTIONS = Options(
     **COUPLED_DECAY,
     nesterov=Role.FLAG,
     momentum=Role.MOMENTUM,
-    mesh_axes=shardings,
+    mesh_axes=MESH_AXES,
     **FORM,
 )
 
@@ -142,7 +142,7 @@ def gradient_descent(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: CoupledDecayRule = "coupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:

@@ -11,7 +11,7 @@ from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, shardings
+from jgrad._inputs.factory import DECAY, FORM, MESH_AXES, Given, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -21,10 +21,10 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Weights,
 )
 from jgrad._trees.explained import Transformation, explained
@@ -104,7 +104,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**_BETAS, mesh_axes=shardings, **FORM)
+_DIRECTION = Options(**_BETAS, mesh_axes=MESH_AXES, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 
@@ -117,7 +117,7 @@ def lion(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -187,7 +187,7 @@ def scale_by_lion(
     *,
     beta1: Number = 0.9,
     beta2: Number = 0.99,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:

@@ -34,9 +34,9 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
-    Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
@@ -152,7 +152,7 @@ class _New(NamedTuple):
 def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: Any) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
     old = Matrices(axes, _per_array(inputs, step.more))
-    sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
+    sizes = [of and math.prod(of.whole.shape) for of in axes]
     pairs = zip(inputs.g, sizes, strict=True)
     g = leafwise.run(
         [
@@ -256,7 +256,7 @@ def soap(
     first_step: FirstStep = "skip",
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     adam_learning_rate: LearningRate | None = None,

@@ -16,11 +16,11 @@ from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import IN_PARTS, refuse, telling, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag

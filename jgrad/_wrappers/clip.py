@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jgrad._arithmetic import numerics, rules
@@ -15,12 +16,13 @@ from jgrad._inputs.around import made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_mesh_axes
+from jgrad._layers.layer_axes import LayerAxes, as_typed, in_shard_map
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import note, of_all, told
 from jgrad._wrappers import decisions
 
@@ -212,12 +214,11 @@ def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> lis
 
     A gradient may be the same on all devices where its parameter, if it is there, is not.
     """
-    function, arg = inputs.function, inputs.reference
-    sharded = inputs.option("mesh_axes", read_mesh_axes(function, mesh_axes))
-    stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
-    leaves = ArgLeaves.from_tree(function, arg.name, inputs.shapes).with_arrays()
-    layers = of_arrays(inputs.specs, sharded, stacked, leaves)
-    whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
+    arg, sharded = inputs.reference, inputs.placements(mesh_axes)
+    here = in_shard_map(sharded, trees.flatten(inputs.shapes)[0])
+    names = [x.names for x in here.leaves]
+    pairs = zip(arg.leaves, inputs.specs, strict=True)
+    whole = (LayerAxes(np.shape(x), mesh_axes=spec.mesh_axes(names, here)) for x, spec in pairs)
     beside, structure = trees.flatten(params)
     fits = structure == trees.flatten(inputs.tree)[1]
     typed = [x if isinstance(x, jax.Array) else None for x in beside] if fits else arg.leaves

@@ -32,7 +32,7 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.array_spec import ArraySpec
-from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
@@ -40,7 +40,7 @@ from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
-from jgrad._wrappers import decisions, inside, watch
+from jgrad._wrappers import inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 
 # Norms from 2^-40 to 2^40 are computed unscaled, smaller ones in the first of these units and
@@ -423,7 +423,7 @@ def hyperball(
         checks.parameters(inputs.reference)
         chosen = _keeping(inputs, leaves)
         # Outside of `shard_map`, leaves are whole.
-        is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
+        is_sharded = any(map(axis_exists, all_names(_NAME, mesh_axes)))
         axes = layer_options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
             radii = _measured(inputs, axes, chosen)

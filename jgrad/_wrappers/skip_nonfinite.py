@@ -14,11 +14,11 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
 from jgrad._wrappers.hand_over import RejectingInputs, Tried, beside_windows, rejected

@@ -11,11 +11,11 @@ import optax
 
 from jgrad._inputs import numbers
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once

@@ -18,7 +18,7 @@ from jgrad._inputs import layer_options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -399,7 +399,7 @@ def _form(
     f: Callable[..., Measured], mesh_axes: PyTree, *args: PyTree
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of `f(*args)`; on one device along the mesh axes that do not exist here."""
-    names = [x for x in sorted(decisions.named_axes(_NAME, mesh_axes)) if not axis_exists(x)]
+    names = [x for x in sorted(all_names(_NAME, mesh_axes)) if not axis_exists(x)]
     for name in names:
         f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
     return {

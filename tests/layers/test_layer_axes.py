@@ -1,7 +1,5 @@
 """What `mesh_axes` and `layer_axes` may be, and what is said of what they may not be."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,31 +7,46 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_mesh_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes
+from jgrad._trees.shardings import Placement, read_mesh_axes
 from tests.support.errors import assert_error
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
 
-ONE_FOR_ALL = Axes(of_all=True)  # types may overrule it, and no entry of a tree
+def of_all(per_axis=None, anywhere=()):
+    """Which types may overrule, and no entry of a tree."""
+    return Placement(per_axis, anywhere, of_all=True)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, ONE_FOR_ALL),
-        ("data", dataclasses.replace(ONE_FOR_ALL, values=("data",))),
-        (("data", "model"), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
-        ((), ONE_FOR_ALL),
-        (P(), ONE_FOR_ALL),
-        (P("data", None), dataclasses.replace(ONE_FOR_ALL, values=("data",))),
-        (P(None, ("model", "data")), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
-        ({"a": "data", "b": None}, {"a": Axes(("data",)), "b": Axes()}),
-        ({"a": P("x"), "b": [None, "y"]}, {"a": Axes(("x",)), "b": [Axes(), Axes(("y",))]}),
+        (None, of_all()),
+        ("data", of_all(anywhere=("data",))),
+        (("data", "model"), of_all(anywhere=("data", "model"))),
+        ((), of_all()),
+        (P(), of_all(())),
+        (P("data", None), of_all((("data",), ()))),
+        (P(None, ("model", "data")), of_all(((), ("model", "data")))),
+        ({"a": "data", "b": None}, {"a": Placement(anywhere=("data",)), "b": Placement()}),
+        (
+            {"a": P("x"), "b": [None, "y"]},
+            {"a": Placement((("x",),)), "b": [Placement(), Placement(anywhere=("y",))]},
+        ),
     ],
 )
 def test_names(given, expected):
     assert read_mesh_axes("f", given) == expected
+
+
+def test_names_of_a_placement():
+    """All of them, in an order that does not depend on how they are said; those of one layer."""
+    place = Placement((("model", "data"), (), ("pod",)))
+    assert place.names == ("data", "model", "pod")
+    assert place.within((0,)) == ("pod",)
+    assert place.spec == P(("model", "data"), None, "pod")
+    assert Placement(anywhere=("model", "data")).within((0,)) == ("model", "data")
 
 
 @pytest.mark.parametrize(
