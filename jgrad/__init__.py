@@ -176,7 +176,7 @@ from jgrad._wrappers.zero import zero
 
 _forms.enter()
 
-__version__ = "2.0.0"
+__version__ = "2.1.0"
 
 
 if not _typing.TYPE_CHECKING:  # else type checkers accept any name of the module

@@ -6,9 +6,9 @@
 PATH is a checkout of a library that uses optax, and the arguments name its test files; nothing is
 fetched. `--optax` runs the tests of the installed optax, those in `OPTAX` unless named, and prints
 a row for each file. Each test runs with optax, with jgrad's optimizers with options of the same
-meaning, and with all wrappers around these (`tests/clients/swap.py`). Prints a row of the table in
-benchmarks/notes/tests_of_others.md, and the tests that pass with optax only. The environment needs
-what the tests need.
+meaning, and with all wrappers around these (`tests/pages/clients/swap.py`). Prints a row of the
+table in benchmarks/notes/tests_of_others.md, and the tests that pass with optax only. The
+environment needs what the tests need.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 
 import optax
 
-from tests.clients import swap
+from tests.pages.clients import swap
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _INSTALLED = pathlib.Path(optax.__file__).parent

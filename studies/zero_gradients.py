@@ -1,8 +1,8 @@
 """Derivatives through training where gradients are zero: `python -m studies.zero_gradients`.
 
-The table of `benchmarks/notes/differentiate.md`, which `tests/examples/test_zero_gradients.py`
-compares. Two updates of a small model, float32, at the defaults of each method, with the learning
-rate 0.01; the derivatives of the loss after them, by the learning rate and by the first weights.
+The table of `benchmarks/notes/differentiate.md`, which `test_zero_gradients.py` compares. Two
+updates of a small model, float32, at the defaults of each method, with the learning rate 0.01; the
+derivatives of the loss after them, by the learning rate and by the first weights.
 """
 
 import functools

@@ -12,6 +12,7 @@ import pathlib
 from typing import Any
 
 import jgrad
+from tests.support.public import EXPORTED, VERSION
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -32,9 +33,9 @@ def default(parameter: inspect.Parameter) -> str | None:
 
 def main() -> None:
     """Writes the file of this version."""
-    path = DATA / f"frozen_{jgrad.__version__}.json"
+    path = DATA / f"frozen_{VERSION}.json"
     assert not path.exists(), f"{path} is there already"
-    path.write_text(json.dumps({name: of(name) for name in jgrad.__all__}, indent=1) + "\n")
+    path.write_text(json.dumps({name: of(name) for name in EXPORTED}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ the function that they stand in; the third column counts them, too, as far as Py
 """
 
 import collections
-import pathlib
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -19,8 +18,9 @@ import jax.numpy as jnp
 import optax
 
 import jgrad
+from tests.support import public
 
-PACKAGE = str(pathlib.Path(jgrad.__file__).parent)
+PACKAGE = str(public.PACKAGE)
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 

@@ -23,6 +23,7 @@ import optax
 
 import jgrad
 from tests.cases import CASES, ONE_EACH, Case
+from tests.support.public import VERSION
 
 _KEY = re.compile(r"\.(\w+)|\['(.*?)'\]|\[(\d+)\]")  # of a path: a field, a key, a position
 DATA = pathlib.Path(__file__).parent / "data"
@@ -203,7 +204,7 @@ def main() -> None:
         arrays |= flat(f"{name}/weights", w) | flat(f"{name}/state", state)
         w, state = step(tx, w, state, gradient(2, name), name)
         arrays |= flat(f"{name}/next_weights", w) | flat(f"{name}/next_state", state)
-    path = DATA / f"states_{jgrad.__version__}.npz"
+    path = DATA / f"states_{VERSION}.npz"
     assert not path.exists(), f"{path} is there already"
     np.savez_compressed(path, **arrays)
 

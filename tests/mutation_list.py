@@ -633,7 +633,6 @@ MUTATIONS = [
     Mutation("Share.number", "a number is that of one layer", "_ in self._known", "False", BACKWARD),
     Mutation("Share.number", "the numbers of layers are lost", "_ in self._others", "False", BACKWARD),
     Mutation("Model.kept", "new arrays stay on the device", "host_memory.where_they_lay(new, X)", "new", BACKWARD + "/test_host_memory.py"),
-    Mutation("Model.fetched", "the state of other leaves is there all the time", "shardings.barrier(X)", "X", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.state_of", "an update computes with arrays on the host", "host_memory.to_device(arrays)", "arrays", BACKWARD + "/test_host_memory.py"),
     Mutation("Model.weights_of", "a layer is computed with weights on the host", "host_memory.to_device(leaves)", "leaves", BACKWARD + "/test_host_memory.py"),
     Mutation("SavedCall._forward", "what a policy offloads is stored on the device", "stored.append(y)", "stored.append(host_memory.to_device(y))", BACKWARD + "/test_host_memory.py" + " -k stored_on"),

@@ -23,7 +23,7 @@ from tests.support import edits
 
 ROOT = pathlib.Path(__file__).parents[1]
 HOUSE = ("tests/test_house.py", "tests/test_signatures.py", "tests/test_mutations.py")
-TEXTS = ("tests/test_docs.py", "tests/test_project.py")
+TEXTS = ("tests/pages/test_docs.py", "tests/pages/test_project.py")
 METHOD = ("tests/test_methods.py", "tests/trees/test_made_by.py", *TEXTS)
 OF_METHODS = [("jgrad", folder) for folder in ("_optimizers", "_muon", "_soap")]
 

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._trees import host_memory
 from tests.backward import models
+from tests.support.private import host_memory
 
 W = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 MASK = {"w": True, "b": False}

@@ -9,14 +9,15 @@ import pytest
 import jgrad
 from tests.cases import METHODS
 from tests.support.pages import docstring
+from tests.support.public import EXPORTED
 
 PAIRS = [method.__name__ for method in METHODS]
-UPDATES = [name for name in jgrad.__all__ if name.endswith("_update") and "inplace" not in name]
+UPDATES = [name for name in EXPORTED if name.endswith("_update") and "inplace" not in name]
 # Pieces of a method, or its other face, with the whole: by their names, and two that have others.
 _NAMES = {form.format(x): x for x in PAIRS for form in ("scale_by_{}", "{}_step", "{}_update")}
-PARTS = {name: whole for name, whole in _NAMES.items() if name in jgrad.__all__}
+PARTS = {name: whole for name, whole in _NAMES.items() if name in EXPORTED}
 PARTS |= {"scale_by_trust_ratio": "lamb", "orthogonalize": "muon"}
-FUNCTIONS = [name for name in jgrad.__all__ if inspect.isfunction(getattr(jgrad, name))]
+FUNCTIONS = [name for name in EXPORTED if inspect.isfunction(getattr(jgrad, name))]
 
 # What makes the method, then decay, layers and devices, and in which form moments are stored.
 ORDER = [
@@ -123,7 +124,7 @@ def test_arguments_are_documented_in_their_order(name):
         assert re.findall(r"^  (\w+): ", text, re.MULTILINE) == names
 
 
-@pytest.mark.parametrize("name", jgrad.__all__)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_annotations_can_be_read(name):
     """By people, whom `help` shows names of types; and by programs, which evaluate them."""
     assert typing.get_type_hints(getattr(jgrad, name)) is not None

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-import jgrad
+from tests.support.public import PACKAGE
 
-ROOT = pathlib.Path(jgrad.__file__).parents[1]
+ROOT = PACKAGE.parent
 PROGRAMS = pathlib.Path(__file__).parent / "types"
 pytestmark = pytest.mark.ci
 

@@ -1,18 +1,15 @@
 """A JAX without a name that it does not promise: what does not need the name works, and the rest says it."""
 
 import ast
-import pathlib
 import subprocess
 import sys
 import types
 
 import pytest
 
-import jgrad
 from jgrad._kernels import platforms
 from jgrad._trees import unpromised
-
-ROOT = pathlib.Path(jgrad.__file__).parent
+from tests.support.public import PACKAGE as ROOT
 
 # In a process of its own, since JAX is changed for it.
 PROGRAM = """

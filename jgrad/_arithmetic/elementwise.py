@@ -1,11 +1,13 @@
 """Whether a function is elementwise, and whether it can run inside a kernel."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.programs import ClosedProgram, Equation, Program
 from jgrad._trees.checks import in_short
 from jgrad._trees.unpromised import Unpromised
 
@@ -42,9 +44,7 @@ _IN_KERNELS = {
 _IN_KERNELS_OF_TILES = _IN_KERNELS | {"exp", "log", "rsqrt", "sqrt", "tanh"}
 
 
-def no_kernel(
-    name: str, moments: tuple[str, ...], function: Callable[..., Any], numbers: int
-) -> str:
+def no_kernel(name: str, moments: tuple[str, ...], function: Function, numbers: int) -> str:
     """Why a TPU cannot have it as a kernel; "" if it can. An error where it mixes elements."""
     traced, results = _traced(function, _LEAF, 1 + len(moments), numbers)
     came = [shown(x) for x in results]
@@ -75,7 +75,7 @@ def no_kernel(
 
 
 def check_zero(
-    name: str, moments: tuple[str, ...], function: Callable[..., Any], numbers: list[float]
+    name: str, moments: tuple[str, ...], function: Function, numbers: list[float]
 ) -> None:
     """An error where it returns something else than zeros for zeros, as that of padding is.
 
@@ -97,20 +97,20 @@ def check_zero(
 
 
 def _traced(
-    function: Callable[..., Any], leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
-) -> tuple[Any, tuple[Any, ...]]:
+    function: Function, leaf: jax.ShapeDtypeStruct, leaves: int, numbers: int
+) -> tuple[ClosedProgram, tuple[jax.ShapeDtypeStruct, ...]]:
     """The program of a function of leaves and numbers, and the types of its results."""
     number = jax.ShapeDtypeStruct((), jnp.float32)
-    traced = jax.make_jaxpr(function, return_shape=True)
-    return traced(*[leaf] * leaves, *[number] * numbers)
+    trace: Any = jax.make_jaxpr(function, return_shape=True)
+    return trace(*[leaf] * leaves, *[number] * numbers)
 
 
-def shown(x: Any) -> str:
+def shown(x: object) -> str:
     """The type of an array, or of what should be one."""
     return in_short(x) if hasattr(x, "dtype") else type(x).__name__
 
 
-def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
+def mixes(equation: Equation, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
     """Whether an operation is none of the elements of a leaf, each by itself, or of numbers.
 
     Args:
@@ -130,17 +130,19 @@ def mixes(equation: Any, is_leaf: Callable[[Sequence[int]], bool]) -> bool:
     return any(map(is_leaf, shapes)) and not is_elementwise
 
 
-def _operations(traced: Any) -> list[Any]:
+def _operations(traced: ClosedProgram) -> list[tuple[Hashable, ...]]:
     return list(map(operation, inner_equations(traced.jaxpr.eqns)))
 
 
-def operation(equation: Any) -> tuple[Any, ...]:
+def operation(equation: Equation) -> tuple[Hashable, ...]:
     """What it is, with the numbers in it."""
     numbers = (repr(x.val) for x in equation.invars if isinstance(x, core.Literal))
     return (equation.primitive.name, *numbers)
 
 
-def inner_equations(equations: Sequence[Any], known: Collection[str] = ()) -> Iterator[Any]:
+def inner_equations(
+    equations: Sequence[Equation], known: Collection[str] = ()
+) -> Iterator[Equation]:
     """Those of a program, each behind those of the programs in it; none of known primitives."""
     for equation in equations:
         if equation.primitive.name not in known:
@@ -149,8 +151,8 @@ def inner_equations(equations: Sequence[Any], known: Collection[str] = ()) -> It
             yield equation
 
 
-def programs(equation: Any) -> list[Any]:
+def programs(equation: Equation) -> list[Program]:
     """Those in an operation."""
     found = jax.tree.leaves(list(equation.params.values()))
-    inner = [getattr(x, "jaxpr", x) for x in found]  # of a closed program, the program
+    inner: Iterator[Any] = (getattr(x, "jaxpr", x) for x in found)  # of a closed program, that
     return [x for x in inner if hasattr(x, "eqns")]

@@ -17,7 +17,7 @@ import numpy as np
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import Function
 from jgrad._trees import forms
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import barrier
 
 T = TypeVar("T")
@@ -31,10 +31,10 @@ class Moments:
       new: what `write` stored.
     """
 
-    old: Any
-    new: Any = None
+    old: Leaf
+    new: Leaf = None
 
-    def write(self, rule: Function, *args: Any) -> jax.Array:
+    def write(self, rule: Function, *args: Leaf) -> jax.Array:
         """The new moment as updates are computed from it, before it is rounded."""
         raise NotImplementedError
 
@@ -58,13 +58,13 @@ class LeafMoment(Moments):
       new: what `write` stored.
     """
 
-    old: Any
+    old: Leaf
     rounding: Any = None  # a `Rounding`, in a kernel a `TileRounding`
     flag: jax.Array | None = None
     clips: bool = dataclasses.field(default=False, metadata={"static": True})
     has_form: bool = dataclasses.field(default=True, metadata={"static": True})
 
-    def write(self, rule: Function, *args: Any) -> jax.Array:
+    def write(self, rule: Function, *args: Leaf) -> jax.Array:
         """The new moment as updates are computed from it, before it is rounded.
 
         It is stored in the form of the old one, which stays where the update is not committed. The
@@ -87,9 +87,9 @@ class LeafMoment(Moments):
         return barrier(tree)
 
 
-def written(moments: Sequence[Moments]) -> list[Any]:
+def written(moments: Sequence[Moments]) -> list[Leaf]:
     """The new moments, each of which a function of one leaf has to write."""
-    new: list[Any] = []
+    new: list[Leaf] = []
     for moment in moments:
         if moment.new is None:
             remedy = "`moment.write(rule, *args)` makes it in the form of the old one"
@@ -98,14 +98,14 @@ def written(moments: Sequence[Moments]) -> list[Any]:
     return new
 
 
-def is_rounded(moment: Any) -> bool:
+def is_rounded(moment: Leaf) -> bool:
     """Whether it is rounded at random when it is stored."""
     if (form := forms.of(moment)) is not None:
         return form.is_rounded
     return moment is not None and bool(moment.dtype == jnp.bfloat16)
 
 
-def as_stored(new: Any, old: Any) -> Any:
+def as_stored(new: Leaf, old: Leaf) -> Leaf:
     """In the dtype of the old array; in half precision XLA must not skip the rounding."""
     if new is None or new.dtype == old.dtype:
         return new

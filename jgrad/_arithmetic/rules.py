@@ -9,7 +9,6 @@ may be complex; everything else is real. Arithmetic that only one method uses is
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import scaled
 from jgrad._trees import checks
+from jgrad._trees.protocols import Leaf
 
 
 @on_leaf(arrays=2)
@@ -97,7 +97,7 @@ def add(w: jax.Array, update: jax.Array) -> jax.Array:
 # ---- weight decay, on the arrays of one leaf ---------------------------------------------------
 
 
-def optional(decay: PerLeaf, rule: str = "") -> Any:
+def optional(decay: PerLeaf, rule: str = "") -> PerLeaf:
     """Decays of leaves with None for the Python number 0, as `update_of_leaf` takes them.
 
     With the rule "independent", beside others a decay of 0 is an array: a CPU that joins the
@@ -112,7 +112,7 @@ def optional(decay: PerLeaf, rule: str = "") -> Any:
 
 
 def decayed(
-    direction: jax.Array, w: Any, decay: Any, *rates: Any, like: Any = None, rule: str = ""
+    direction: jax.Array, w: Leaf, decay: Leaf, *rates: Leaf, like: Leaf = None, rule: str = ""
 ) -> jax.Array:
     """direction + decay w of one leaf; None for no decay"""
     if decay is None:
@@ -123,7 +123,7 @@ def decayed(
 
 
 def update_of_leaf(
-    direction: jax.Array, like: Any, w: Any, decay: Any, rate: Any, *, rule: str, has_rate: bool
+    direction: jax.Array, like: Leaf, w: Leaf, decay: Leaf, rate: Leaf, *, rule: str, has_rate: bool
 ) -> jax.Array:
     """-rate (direction + decay w); with the rule "independent" -(rate direction + decay w)
 
@@ -146,12 +146,12 @@ def update_of_leaf(
 # ---- on lists with an entry per leaf -----------------------------------------------------------
 
 
-def cast_back(new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+def cast_back(new: Sequence[Leaf], old: Sequence[Leaf]) -> list[Leaf]:
     """New values in the dtypes of the old, which stay where there is no new one."""
     pairs = zip(new, old, strict=True)
     return [y if x is None else x if x.dtype == y.dtype else x.astype(y.dtype) for x, y in pairs]
 
 
-def is_zero(number: Any) -> bool:
+def is_zero(number: object) -> bool:
     """Whether it is the Python number 0, which stands for "none of it"."""
     return bool(checks.is_number(number) and number == 0)

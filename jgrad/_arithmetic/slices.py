@@ -7,12 +7,14 @@ repeated along the axis is needed as it is. Any other operation may need more th
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jgrad._arithmetic import elementwise
 from jgrad._arithmetic.elementwise import core
+from jgrad._arithmetic.programs import Atom, ClosedProgram, Equation
 
 # The parameter of an operation that begins with the number of rows of its result.
 _ROWS = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
@@ -29,7 +31,7 @@ class Pruned:
       inputs: positions of the inputs that they need.
     """
 
-    def __init__(self, closed: Any, variables: Iterable[Any]) -> None:
+    def __init__(self, closed: ClosedProgram, variables: Iterable[Atom]) -> None:
         """Of a closed jaxpr."""
         program = closed.jaxpr.replace(outvars=list(variables))
         self._program, used = core.dce_jaxpr(program, [True] * len(program.outvars))
@@ -52,10 +54,10 @@ class _Operation(NamedTuple):
       run: computes it of both.
     """
 
-    result: Any
-    of_slices: list[Any]
-    of_whole: list[Any]
-    run: Callable[[list[jax.Array], list[Any]], jax.Array]
+    result: Atom
+    of_slices: list[Atom]
+    of_whole: list[Atom]
+    run: Callable[[list[jax.Array], list[jax.Array | np.ndarray]], jax.Array]
 
 
 class SlicedResult:
@@ -71,7 +73,7 @@ class SlicedResult:
     inputs: list[int]
     whole: Pruned
 
-    def __init__(self, closed: Any, result: Any, count: int) -> None:
+    def __init__(self, closed: ClosedProgram, result: Atom, count: int) -> None:
         """Of a closed jaxpr.
 
         Args:
@@ -84,7 +86,7 @@ class SlicedResult:
         """
         self.shape, self.count, self._result = result.aval.shape, count, result
         self._operations: list[_Operation] = []
-        sliced, whole = {result: None}, dict[Any, None]()  # in the order in which they are met
+        sliced, whole = {result: None}, dict[Atom, None]()  # in the order in which they are met
         for eqn in reversed(closed.jaxpr.eqns):
             for i, out in enumerate(eqn.outvars):
                 if out in sliced:
@@ -109,11 +111,11 @@ class SlicedResult:
         return made[self._result]
 
 
-def _is_variable(x: Any) -> bool:
+def _is_variable(x: Atom) -> bool:
     return not isinstance(x, core.Literal)
 
 
-def _operation(eqn: Any, i: int, count: int) -> _Operation:
+def _operation(eqn: Equation, i: int, count: int) -> _Operation:
     """What makes a slice of result `i` of an operation."""
     out, operands = eqn.outvars[i], eqn.invars
     if eqn.primitive.name in ("jit", "pjit"):  # the latter in JAX 0.8
@@ -138,7 +140,7 @@ def _operation(eqn: Any, i: int, count: int) -> _Operation:
     )
 
 
-def _needs_slices(eqn: Any, count: int) -> list[bool]:
+def _needs_slices(eqn: Equation, count: int) -> list[bool]:
     """For each operand, whether a slice of it makes a slice of the result; else all of it does."""
     name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
     shapes = [x.aval.shape for x in eqn.invars]
@@ -157,7 +159,11 @@ def _needs_slices(eqn: Any, count: int) -> list[bool]:
 
 
 def _bound(
-    eqn: Any, needs_slices: list[bool], count: int, slices: list[jax.Array], whole: list[Any]
+    eqn: Equation,
+    needs_slices: list[bool],
+    count: int,
+    slices: list[jax.Array],
+    whole: list[jax.Array | np.ndarray],
 ) -> jax.Array:
     """An operation, on slices of some operands."""
     given = {True: iter(slices), False: iter(whole)}

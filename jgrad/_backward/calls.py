@@ -10,7 +10,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import known_names
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
 from jgrad._wrappers import inside
@@ -43,10 +42,10 @@ _ASKS_PYTHON = (
 
 def check_call(
     tx: optax.GradientTransformationExtraArgs,
-    loss: Callable[..., Any],
+    loss: Callable[..., PyTree],
     params: PyTree,
     state: PyTree,
-    args: Sequence[Any],
+    args: Sequence[PyTree],
     keywords: Mapping[str, PyTree],
 ) -> None:
     """Checks for a tree of parameters, and for keywords that nothing reads."""
@@ -73,7 +72,7 @@ def check_call(
         raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
 
 
-def _argument_names(function: Callable[..., Any], given: int) -> set[str]:
+def _argument_names(function: Callable[..., object], given: int) -> set[str]:
     """Names of a function's arguments behind those given already, as far as Python knows them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -109,7 +108,7 @@ def _unread(
         alone = [[name] for name in names] if len(names) > 1 else []
         return [x for name in alone for x in _unread(name, tx, params, state, keywords)]
     are_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-    read: Any = jax.tree.structure(given)
+    read: Structure = jax.tree.structure(given)
     return [name for name, xs in read.unflatten(are_read).items() if not any(jax.tree.leaves(xs))]
 
 
@@ -136,7 +135,7 @@ def of_loss(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
 OfGradients = Callable[[PyTree], PyTree]
 
 
-def check_function(function: Any) -> None:
+def check_function(function: object) -> None:
     """What the factory can say already."""
     if not (function is None or callable(function)):
         came = checks.describe(function)
@@ -161,8 +160,8 @@ def of_share(
     function: OfGradients,
     structure: Structure,
     positions: Sequence[int],
-    gradients: Sequence[Any],
-) -> list[Any]:
+    gradients: Sequence[Leaf],
+) -> list[Leaf]:
     """What the function makes of the gradients of one share.
 
     Args:
@@ -195,7 +194,7 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
       grads: of all parameters.
       loss: which says what the shares are.
     """
-    leaves: list[Any] = jax.tree.leaves(grads)
+    leaves: list[Leaf] = jax.tree.leaves(grads)
     structure: Structure = jax.tree.structure(grads)
     cut_of = {i: x for call in loss.calls for i, x in zip(call.positions, call.cuts, strict=True)}
     stacks = [call.positions for call in loss.calls]

@@ -9,12 +9,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise
+from jgrad._arithmetic.programs import Atom, Equation, Program
 from jgrad._backward.portions import Cut
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, host_memory, trees
@@ -28,10 +29,11 @@ _NAME = "step_in_backward"
 
 core = Unpromised(f"`{_NAME}`")
 
+T = TypeVar("T")
 Arrays = list[jax.Array]
 Cotangents = list[jax.Array | None]  # None for what is not differentiated
 # By variable of a jaxpr.
-Environment = dict[Any, Any]
+Environment = dict[Atom, jax.Array]
 
 # What to do where a stack is read by a call and by something else, or by two calls.
 _OF_PENALTY = (
@@ -67,19 +69,19 @@ class ScanCall:
     count: int
     as_read: Sequence[Callable[[jax.Array], jax.Array]]
     body: Callable[..., Arrays]
-    stacks: list[Any]
-    others: list[Any]
-    carry: list[Any]
-    xs: list[Any]
-    after: list[Any]
-    ys: list[Any]
+    stacks: list[Atom]
+    others: list[Atom]
+    carry: list[Atom]
+    xs: list[Atom]
+    after: list[Atom]
+    ys: list[Atom]
 
     @property
-    def operands(self) -> list[Any]:
+    def operands(self) -> list[Atom]:
         """The variables of all, in the order of the body."""
         return [*self.others, *self.carry, *self.stacks, *self.xs]
 
-    def parts(self, operands: Sequence[Any]) -> list[list[Any]]:
+    def parts(self, operands: Sequence[T]) -> list[list[T]]:
         """Operands of the body: others, carry, layer, xs."""
         given = iter(operands)
         parts = (self.others, self.carry, self.stacks, self.xs)
@@ -89,9 +91,9 @@ class ScanCall:
 class _Line(NamedTuple):
     """An operation of the loss, and what it reads and makes; or a call."""
 
-    reads: list[Any]
-    makes: list[Any]
-    equation: Any
+    reads: list[Atom]
+    makes: list[Atom]
+    equation: Equation
     call: ScanCall | None
 
 
@@ -108,7 +110,7 @@ class TracedLoss:
     """
 
     def __init__(
-        self, loss: Callable[..., Any], params: PyTree, args: Sequence[Any], *, has_aux: bool
+        self, loss: Callable[..., PyTree], params: PyTree, args: Sequence[PyTree], *, has_aux: bool
     ) -> None:
         """Of arrays, which may be traced."""
         leaves, structure = _flat(params)
@@ -143,7 +145,7 @@ class TracedLoss:
         }
 
     @property
-    def stacks(self) -> set[Any]:
+    def stacks(self) -> set[Atom]:
         """The variables of all stacked leaves."""
         return {x for call in self.calls for x in call.stacks}
 
@@ -179,7 +181,9 @@ class TracedLoss:
                 lines[i] = _Line(reads, eqns[i].outvars, eqns[i], call)
         return lines
 
-    def _call(self, eqn: Any, made_by: dict[Any, Any], *, may_fail: bool) -> ScanCall | None:
+    def _call(
+        self, eqn: Equation, made_by: dict[Atom, Equation], *, may_fail: bool
+    ) -> ScanCall | None:
         """What the operands of a scan are: those of all layers, the carry, stacks and `xs`.
 
         Where a stack is no parameter, an error if it may fail, else None.
@@ -196,7 +200,7 @@ class TracedLoss:
         count = eqn.params["length"]
         stacks, cuts, as_read = [], [], []
         for x in eqn.invars[first:last]:
-            chain, axis = list[Any](), 0
+            chain, axis = list[Equation](), 0
             while x in made_by and (before := _in_front(made_by[x], axis, count)) is not None:
                 chain.insert(0, _of_one_layer(made_by[x], axis))
                 x, axis = before
@@ -221,14 +225,14 @@ class TracedLoss:
             ys=eqn.outvars[carries:],
         )
 
-    def _as_read(self, chain: Sequence[Any], x: Any, layer: jax.Array) -> jax.Array:
+    def _as_read(self, chain: Sequence[Equation], x: Atom, layer: jax.Array) -> jax.Array:
         """A layer as operations on its stack make it, without the axis of layers."""
         if chain:
             program = program_of(self.jaxpr, chain, [x], chain[-1].outvars)
             (layer,) = core.eval_jaxpr(program, (), layer)
         return jax.lax.squeeze(layer, (0,))
 
-    def _refuse_changed(self, x: Any, made_by: dict[Any, Any]) -> NoReturn:
+    def _refuse_changed(self, x: Atom, made_by: dict[Atom, Equation]) -> NoReturn:
         """A stack is computed, of parameters or of other arrays."""
         found = {x}
         for eqn in reversed(self.jaxpr.eqns):
@@ -244,7 +248,7 @@ class TracedLoss:
         expected = "expected a leaf, which may be cast, transposed or grouped as a whole"
         raise ValueError(f"scan_layers: `layers`: {came}, {expected}; {remedy}.")
 
-    def _between_parameters_and_value(self, lines: Sequence[_Line]) -> set[Any]:
+    def _between_parameters_and_value(self, lines: Sequence[_Line]) -> set[Atom]:
         """The floating variables that depend on parameters, and on which the value depends."""
         known = set(filter(is_floating, self.jaxpr.invars))
         lines = [line for line in lines if line.equation.primitive.name != "stop_gradient"]
@@ -259,7 +263,7 @@ class TracedLoss:
 
     def _check_stacks(self, lines: Sequence[_Line]) -> None:
         """Only one call reads a stack in what is differentiated: another would see new weights."""
-        stacks, read, called = self.stacks, set[Any](), set[Any]()
+        stacks, read, called = self.stacks, set[Atom](), set[Atom]()
         for line in lines:
             own = [] if line.call is None else line.call.stacks
             now = [x for x in line.reads if x in stacks]
@@ -300,13 +304,13 @@ class TracedLoss:
         return alive[::-1]
 
 
-def _is_elsewhere(equation: Any) -> bool:
+def _is_elsewhere(equation: Equation) -> bool:
     """Whether a call is inside of an operation that is none, or a part of a derivative."""
     scopes, is_call = str(equation.source_info.name_stack), leaves_of_call(equation) is not None
     return _hides_call(equation) or (is_call and ("jvp(" in scopes or equation.params["reverse"]))
 
 
-def _hides_call(equation: Any) -> bool:
+def _hides_call(equation: Equation) -> bool:
     """Whether there is a call inside of an operation that is none."""
     if leaves_of_call(equation) is not None:
         return False
@@ -314,14 +318,14 @@ def _hides_call(equation: Any) -> bool:
     return any(leaves_of_call(eqn) is not None or _hides_call(eqn) for eqn in inner)
 
 
-def _is_seen_through(eqn: Any, jaxpr: Any) -> bool:
+def _is_seen_through(eqn: Equation, jaxpr: Program) -> bool:
     """Whether it has a call inside; or may cast a stack, or stop its gradient."""
     name, arguments = eqn.primitive.name, {*jaxpr.invars}
     reads_argument = any(is_variable(x) and x in arguments for x in eqn.invars)
     return name in _SEEN_THROUGH and (_hides_call(eqn) or (name in _JIT and reads_argument))
 
 
-def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
+def _seen_through(closed: Any, arguments: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates a program without `jit` and `checkpoint` around calls."""
     jaxpr = getattr(closed, "jaxpr", closed)
     variables = [*jaxpr.constvars, *jaxpr.invars]
@@ -339,8 +343,8 @@ def _seen_through(closed: Any, arguments: Sequence[Any]) -> list[Any]:
 
 
 def program_of(
-    jaxpr: Any, eqns: Sequence[Any], inputs: Sequence[Any], results: Sequence[Any]
-) -> Any:
+    jaxpr: Program, eqns: Sequence[Equation], inputs: Sequence[Atom], results: Sequence[Atom]
+) -> Program:
     """Some equations of a jaxpr, as one."""
     names = {"arg_names": ("",) * len(inputs), "result_paths": ("",) * len(results)}
     return jaxpr.replace(
@@ -352,19 +356,19 @@ def program_of(
     )
 
 
-def value_of(x: Any, env: Environment) -> Any:
+def value_of(x: Atom, env: Environment) -> jax.Array:
     return env[x] if is_variable(x) else jnp.asarray(x.val, x.aval.dtype)
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: Atom) -> bool:
     return not isinstance(x, core.Literal)
 
 
-def is_floating(x: Any) -> bool:
+def is_floating(x: Atom) -> bool:
     return bool(jnp.issubdtype(x.aval.dtype, jnp.inexact))
 
 
-def _in_front(eqn: Any, axis: int, layers: int) -> tuple[Any, int] | None:
+def _in_front(eqn: Equation, axis: int, layers: int) -> tuple[Atom, int] | None:
     """Of what an operation does the same with each layer, and along which axis; None of others."""
     arrays = [x for x in eqn.invars if is_variable(x)]
     if len(arrays) != 1 or len(eqn.outvars) != 1 or elementwise.programs(eqn):
@@ -382,7 +386,7 @@ def _in_front(eqn: Any, axis: int, layers: int) -> tuple[Any, int] | None:
     return (x, axis) if is_elementwise or name in ("pcast", "sharding_constraint") else None
 
 
-def _of_one_layer(eqn: Any, axis: int) -> Any:
+def _of_one_layer(eqn: Equation, axis: int) -> Equation:
     """Such an operation, of a stack of one."""
     if eqn.primitive.name != "reshape":
         return eqn
@@ -390,7 +394,7 @@ def _of_one_layer(eqn: Any, axis: int) -> Any:
     return eqn.replace(params={**eqn.params, "new_sizes": (*sizes[:axis], 1, *sizes[axis + 1 :])})
 
 
-def _check_value(result: Any, has_aux: bool) -> None:
+def _check_value(result: PyTree, has_aux: bool) -> None:
     """The loss is a real scalar, beside other results if there are some."""
     is_pair = isinstance(result, tuple) and len(result) == 2
     if has_aux and not is_pair:

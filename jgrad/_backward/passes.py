@@ -8,12 +8,13 @@ and return new ones, which is impossible inside of anything that JAX differentia
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
+from jgrad._arithmetic.programs import Atom
 from jgrad._backward.losses import (
     Arrays,
     Cotangents,
@@ -27,6 +28,8 @@ from jgrad._backward.losses import (
     value_of,
 )
 from jgrad._trees import host_memory
+
+T = TypeVar("T")
 
 
 class Flow(NamedTuple):
@@ -50,7 +53,7 @@ class SavedCall:
       results: the carry behind the layers, and all ys.
     """
 
-    def __init__(self, call: ScanCall, env: Environment, differentiable: set[Any]) -> None:
+    def __init__(self, call: ScanCall, env: Environment, differentiable: set[Atom]) -> None:
         """Runs the layers; `env` has the operands."""
         self._call, operands = call, [value_of(x, env) for x in call.operands]
         others, carry, stacks, self._xs = call.parts(operands)
@@ -68,7 +71,9 @@ class SavedCall:
         after, (ys, self._stored) = jax.lax.scan(turn, carry, given)
         self.results = [*after, *ys]
 
-    def _forward(self, stacks: Arrays, carry: Arrays, given: tuple[Any, Arrays]) -> Any:
+    def _forward(
+        self, stacks: Arrays, carry: Arrays, given: tuple[jax.Array, Arrays]
+    ) -> tuple[Arrays, tuple[Arrays, Arrays]]:
         """A layer: the carry behind it, its ys, and what is stored of it."""
         i, x = given
         ones = [cut.out_of(w, i) for cut, w in zip(self._call.cuts, stacks, strict=True)]
@@ -157,8 +162,8 @@ class _Piece(NamedTuple):
     """What stands between two calls: its vjp, and the variables of its arguments and results."""
 
     pull: Callable[[Cotangents], tuple[Arrays]]
-    arguments: list[Any]
-    results: list[Any]
+    arguments: list[Atom]
+    results: list[Atom]
 
 
 class Forward:
@@ -214,12 +219,12 @@ class Forward:
         cotangents, inputs = Environment(), self._loss.jaxpr.invars
         differentiable = self._loss.differentiable - self._loss.stacks
 
-        def add(variables: Iterable[Any], arrays: Iterable[Any]) -> None:
+        def add(variables: Iterable[Atom], arrays: Iterable[jax.Array | None]) -> None:
             for x, new in zip(variables, arrays, strict=True):
                 if new is not None and is_variable(x) and x in differentiable:
                     cotangents[x] = cotangents[x] + new if x in cotangents else new
 
-        def of(variables: Iterable[Any], *, is_carry: bool = False) -> Cotangents:
+        def of(variables: Iterable[Atom], *, is_carry: bool = False) -> Cotangents:
             return [
                 (cotangents.pop(x) if x in cotangents else numerics.zeros_like(self._env[x]))
                 if (is_floating(x) if is_carry else x in differentiable)
@@ -235,18 +240,18 @@ class Forward:
             if i:
                 call, saved = self._loss.calls[i - 1], self._saved[i - 1]
                 pull = functools.partial(saved.pull, of(call.ys))
-                early = [cotangents.pop(inputs[k]) for k in self._loss.early[i - 1]]
+                early: Cotangents = [cotangents.pop(inputs[k]) for k in self._loss.early[i - 1]]
                 flow = visit(i - 1, early, pull, saved.begin(of(call.after, is_carry=True)))
                 for variables, arrays in zip((call.others, call.carry, call.xs), flow, strict=True):
                     add(variables, arrays)
         return [cotangents.get(x) for x in inputs]
 
 
-def _of(values: Sequence[Any], choice: Sequence[bool], chosen: bool) -> list[Any]:
+def _of(values: Sequence[T], choice: Sequence[bool], chosen: bool) -> list[T]:
     return [x for x, use in zip(values, choice, strict=True) if use == chosen]
 
 
-def _merged(choice: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def _merged(choice: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> list[T]:
     """The reverse of `_of`, of both."""
     given = {True: iter(chosen), False: iter(others)}
     return [next(given[use]) for use in choice]

@@ -9,14 +9,14 @@ leaves of the stack alone, and again for a stack of many times as many layers.
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from jgrad._trees import checks, forms, host_memory, shardings, shares, trees
-from jgrad._trees.protocols import KeyPath, PyTree
+from jgrad._trees import checks, forms, host_memory, shares, trees
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
 from jgrad._trees.trees import Structure
@@ -116,7 +116,7 @@ class Portion(NamedTuple):
 def _shapes(tree: PyTree) -> PyTree:
     """The types of the arrays of a tree, with those of codes for words."""
 
-    def of_leaf(x: Any) -> Any:
+    def of_leaf(x: Leaf) -> Leaf:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
 
     return forms.to_codes(jax.tree.map(of_leaf, tree))
@@ -139,7 +139,7 @@ def tree_of_share(
     return structure.unflatten(entries)
 
 
-def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Any]:
+def leaves_of_share(structure: Structure, positions: Iterable[int], tree: PyTree) -> list[Leaf]:
     """The leaves of such a tree, in the order of the positions, which need not be the tree's."""
     leaves = structure.flatten_up_to(tree)
     return [leaves[i] for i in positions]
@@ -339,17 +339,6 @@ class Model:
         ]
         fetched: list[jax.Array] = host_memory.to_device(arrays)
         return fetched
-
-    def fetched(
-        self, portion: Portion, gradients: list[jax.Array | None]
-    ) -> tuple[list[jax.Array | None], list[jax.Array]]:
-        """Gradients of leaves in no stack, and the arrays of their state."""
-        state = [self.state[i] for i, _ in portion.cuts]
-        if host_memory.place_on_host(state) is None:
-            return gradients, state
-        # Else XLA fetches them before the layers, and keeps them till the end.
-        gradients, state = shardings.barrier((gradients, state))
-        return gradients, host_memory.to_device(state)
 
     def kept(self, portion: Portion, new: Owned) -> Owned:
         """What an update of a share has made, each array where the old one lies."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jgrad._arithmetic.programs import Equation
 from jgrad._trees import checks, host_memory, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
@@ -18,14 +18,14 @@ _NAME = "scan_layers"
 # (layer, carry) -> carry, or with `xs` and `has_ys` (layer, carry, x) -> (carry, y)
 Block = Callable[..., PyTree]
 # True, False, or a policy of `jax.checkpoint`.
-Remat = bool | Callable[..., Any]
+Remat = bool | Callable[..., bool]
 
 # The innermost scope of a scan over layers, with the number of its stacked leaves. A jaxpr shows it
 # even after `vmap` and inside `jit`, whose traces may be cached from earlier calls.
 _SCOPE = re.compile(r"jgrad:scan_layers\[(\d+)\]\)*$")
 
 
-def leaves_of_call(equation: Any) -> int | None:
+def leaves_of_call(equation: Equation) -> int | None:
     """How many stacked leaves a scan over layers has; None for any other operation."""
     if equation.primitive.name != "scan":
         return None

@@ -9,11 +9,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jgrad._arithmetic import elementwise
+from jgrad._arithmetic.programs import Equation, Program
 from jgrad._backward.portions import (
     SAME,
     Cut,
@@ -24,7 +25,7 @@ from jgrad._backward.portions import (
     tree_of_share,
 )
 from jgrad._trees import checks, forms, shares
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 from jgrad._trees.shares import Key, Numbers, Share
 from jgrad._trees.told import Combine, telling
@@ -70,13 +71,13 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
             _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")
 
 
-def _mixes(equation: Any) -> bool:
+def _mixes(equation: Equation) -> bool:
     """Whether an operation does more than something with each element."""
     name = equation.primitive.name
     return name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ())
 
 
-def _refuse(equation: Any, does: str) -> None:
+def _refuse(equation: Equation, does: str) -> None:
     name = _maker(equation)
     ours = f"use {_OURS[name]}, or the ordinary step" if name in _OURS else "use the ordinary step"
     raise _error(name, does, ours)
@@ -89,7 +90,9 @@ def _error(name: str, does: str, remedy: str) -> ValueError:
     )
 
 
-def _of_others(equations: Sequence[Any], outer: Any = None) -> Iterator[tuple[Any, Any]]:
+def _of_others(
+    equations: Sequence[Equation], outer: Equation | None = None
+) -> Iterator[tuple[Equation, Equation]]:
     """The operations of other libraries, each with the outermost that it is in.
 
     Args:
@@ -106,7 +109,7 @@ def _of_others(equations: Sequence[Any], outer: Any = None) -> Iterator[tuple[An
             yield around, equation
 
 
-def _maker(equation: Any) -> str:
+def _maker(equation: Equation) -> str:
     """The function that made the transformation which an operation is of; "" if nothing says it."""
     traceback = equation.source_info.traceback  # may change, checked in JAX 0.8 to 0.12
     codes = traceback.raw_frames()[0] if hasattr(traceback, "raw_frames") else ()
@@ -179,7 +182,7 @@ class ShareUpdate:
         whole: Whole,
         portion: Portion,
         mesh_axes: Sequence[Placement | None] | None,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, PyTree],
         *,
         elementwise: bool,
     ) -> None:
@@ -274,7 +277,7 @@ class ShareUpdate:
         return self._seen
 
     def _check_elements(self, layer: Start) -> None:
-        def many(x: Any, cut: Cut | None) -> Any:
+        def many(x: Leaf, cut: Cut | None) -> Leaf:
             if x is None or cut is None or cut is SAME:
                 return x
             return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
@@ -375,7 +378,7 @@ class ShareUpdate:
         raise ValueError(f"step_in_backward: `state`{where}: {came}; {expected}.")
 
 
-def _with_barriers_apart(program: Any) -> Any:
+def _with_barriers_apart(program: Program) -> Program:
     """The same, to ask what depends on what: a barrier joins nothing."""
     eqns = []
     for eqn in program.eqns:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, Concatenate, Literal, Protocol, TypeVar, overload
+from typing import Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ Args = tuple[PyTree, ...]
 Extra = dict[str, PyTree]
 
 _Value = TypeVar("_Value", covariant=True)
+T = TypeVar("T")
+_Owned = TypeVar("_Owned", Owned, None)
 
 
 class TrainStep(Protocol[Params, _Value]):
@@ -179,9 +181,10 @@ def step_in_backward(
         or of the leaves outside of stacks whose gradients are known at the same time; all other
         leaves are None. It returns a tree with the same structure, shapes and dtypes. Noise raises
         an error, because each layer would get the same: add it in the ordinary step.
-      mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of these, as for `apply_gradients`. The gradients of a layer are then sharded
-        like its weights; the axis of layers must not be sharded.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Under `jit` on a mesh with automatic axes,
+        PartitionSpecs are needed as in `apply_gradients`, and shard the gradients of a layer like
+        its weights; the axis of layers must not be sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
@@ -245,7 +248,7 @@ def step_in_backward(
         known = step.measured(forward)
         return *step.updated(forward, known), forward.result
 
-    def step(params: PyTree, state: PyTree, *args: Any, **extra_args: Any) -> Results:
+    def step(params: PyTree, state: PyTree, *args: PyTree, **extra_args: PyTree) -> Results:
         not_packed("params", params)
         calls.check_call(tx, loss, params, state, args, extra_args)
         calls.check_is_given(gradients)
@@ -513,8 +516,7 @@ class _Step:
     def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
         """What the update of leaves in no stack starts from."""
         weights = self._model.weights_of(portion, None)
-        gradients, state = self._model.fetched(portion, gradients)
-        return Start(None, gradients, weights, state)
+        return Start(None, gradients, weights, self._model.state_of(portion, None))
 
     def _through(
         self,
@@ -523,8 +525,8 @@ class _Step:
         flow: Flow,
         numbers: Numbers,
         turn: _Turn,
-        owned: Owned | None,
-    ) -> tuple[Any, Numbers, Flow]:
+        owned: _Owned,
+    ) -> tuple[_Owned, Numbers, Flow]:
         """Goes backwards over the layers of a stack.
 
         Args:
@@ -542,7 +544,7 @@ class _Step:
         assert portion.layers is not None
         last = portion.layers - 1
 
-        def body(i: jax.Array, carry: Any) -> Any:
+        def body(i: jax.Array, carry: tuple[_Owned, Numbers, Flow]) -> tuple[_Owned, Numbers, Flow]:
             owned, numbers, flow = carry
             model = self._model
             if owned is not None:
@@ -560,8 +562,7 @@ class _Step:
                 owned = with_layer(portion, owned, self._model.kept(portion, new), layer)
             return owned, _both(update, numbers, parts), flow
 
-        results: tuple[Any, Numbers, Flow] = _loop(last + 1, body, (owned, numbers, flow))
-        return results
+        return _loop(last + 1, body, (owned, numbers, flow))
 
     def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
@@ -577,7 +578,7 @@ class _Step:
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
     def _of_user(
-        self, positions: Sequence[int], gradients: Sequence[Any]
+        self, positions: Sequence[int], gradients: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""
         if self._gradients is None or not positions:
@@ -595,7 +596,7 @@ def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
     return {**a, **b, **both}
 
 
-def _loop(count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+def _loop(count: int, body: Callable[[jax.Array, T], T], carry: T) -> T:
     """`jax.lax.fori_loop`, of a carry that varies along mesh axes as a turn makes it."""
 
     def vary(x: jax.Array, new: jax.ShapeDtypeStruct) -> PyTree:

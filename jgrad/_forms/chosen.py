@@ -14,7 +14,7 @@ from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import read_layer_axes
 from jgrad._trees import forms, trees
 from jgrad._trees.annotations import Mask
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 
 class ChosenForm(forms.Form):
@@ -23,7 +23,9 @@ class ChosenForm(forms.Form):
     The layout of an array is the axes over which its layers are stacked.
     """
 
-    def layouts(self, params: Parameters, shapes: PyTree, options: MomentOptions) -> list[Any]:
+    def layouts(
+        self, params: Parameters, shapes: PyTree, options: MomentOptions
+    ) -> list[tuple[int, ...] | None]:
         stored = self._are_stored(params, shapes, _full_precision(params, options.full_precision))
         of_leaves: Any = None
         if options.layer_axes is not None and any(stored):
@@ -68,7 +70,9 @@ class ChosenForm(forms.Form):
             for spec, x, p in zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
         ]
 
-    def _is_stored(self, params: Parameters, spec: ArraySpec, x: Any, full: Sequence[bool]) -> bool:
+    def _is_stored(
+        self, params: Parameters, spec: ArraySpec, x: Leaf, full: Sequence[bool]
+    ) -> bool:
         """Large enough, and real; small leaves of a buffer are as their buffer."""
         if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
             return False

@@ -1,7 +1,6 @@
 """`Blocks`, 8 bits, as a form; users choose it by `moment_dtype="8bit"`."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +43,17 @@ class EightBits(ChosenForm):
         encoding.check(arg, i, x, codec.of_moments(second=real))
 
     def zeros(
-        self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
+        self,
+        p: Leaf,
+        like: Leaf,
+        layout: tuple[int, ...],
+        zeros: Callable[[Leaf], Leaf],
+        real: bool,
     ) -> Blocks:
         x = numerics.zeros_like(p, np.dtype(np.float32))
         return encoding.zeros(x, layout, codec.of_moments(second=real))
 
-    def write(self, moment: LeafMoment, rule: Function, args: tuple[Any, ...]) -> jax.Array:
+    def write(self, moment: LeafMoment, rule: Function, args: tuple[Leaf, ...]) -> jax.Array:
         rule = bounded(rule, moment.flag, moment.clips)
         exact: jax.Array = rule(*args)
         moment.new = exact
@@ -61,7 +65,7 @@ class EightBits(ChosenForm):
             moment.new = new
         return exact
 
-    def kernels(self, x: Blocks) -> Any:
+    def kernels(self, x: Blocks) -> type[Kernels] | None:
         return Kernels if in_rows(x) else None
 
     # ---- in states
@@ -77,7 +81,7 @@ class EightBits(ChosenForm):
     def check_stored(self, arg: ArgLeaves, i: int, x: Blocks) -> None:
         encoding.check(arg, i, x)
 
-    def form_of(self, x: Blocks) -> tuple[Any, ...]:
+    def form_of(self, x: Blocks) -> tuple[Hashable, ...]:
         return self.words, geometry(x), codec_of(x)
 
     def made_of(self, arg: ArgLeaves, i: int, like: Blocks, x: Leaf) -> Blocks:

@@ -1,8 +1,9 @@
 """`Factors`, averages of squares over rows and columns, as a form; Adafactor chooses it."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,8 +33,8 @@ class Factors(NamedTuple):
       ((1, 256), (512, 1), (512, 256), (256,))
     """
 
-    rows: Any
-    columns: Any
+    rows: Leaf
+    columns: Leaf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class Factors(NamedTuple):
         return int(np.prod(self.shape))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """That of the averages."""
         return self.rows.dtype
 
@@ -67,10 +68,10 @@ class RowsAndColumns(forms.Form):
     named_part = None
     loses = "rows and columns, of which others can only be guessed, expected `reset=` for this leaf"
 
-    def array(self, x: Factors) -> Any:
+    def array(self, x: Factors) -> jax.Array:
         return x.rows * x.columns
 
-    def array_dtype(self, x: Factors) -> Any:
+    def array_dtype(self, x: Factors) -> np.dtype:
         return x.dtype
 
     def check(
@@ -87,7 +88,7 @@ class RowsAndColumns(forms.Form):
                 arg.fail(i, ValueError, f"{came}; {remedy}")
 
     def zeros(
-        self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
+        self, p: Leaf, like: Leaf, layout: None, zeros: Callable[[Leaf], Leaf], real: bool
     ) -> Factors:
         return Factors(*map(zeros, like))
 
@@ -99,7 +100,7 @@ class RowsAndColumns(forms.Form):
         fits = all(a == b or 1 in (a, b) for a, b in pairs)
         return len(shapes[0]) == len(shapes[1]) and fits and all(alone)
 
-    def form_of(self, x: Factors) -> tuple[Any, ...]:
+    def form_of(self, x: Factors) -> tuple[Hashable, ...]:
         return f"rows and columns in {x.dtype}", x.rows.shape, x.columns.shape
 
     def made_of(self, arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:

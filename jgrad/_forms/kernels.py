@@ -5,7 +5,6 @@ skipped step, and add the update to the weight for `apply_gradients`.
 """
 
 import functools
-from typing import Any
 
 import jax
 
@@ -19,13 +18,14 @@ from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import in_memory
 from jgrad._trees import checks
 from jgrad._trees.places import is_shard
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 
 
 class Kernels:
     """Those of a function of one leaf in one update."""
 
-    def __init__(self, function: LeafFunction, args: tuple[Any, ...]) -> None:
+    def __init__(self, function: LeafFunction, args: tuple[PyTree, ...]) -> None:
         """`args` are those of the function, of all leaves."""
         if Kernels not in function.made:  # one for each choice, so that JAX's caches find it again
             kernel = functools.partial(_kernel, function.no_kernel)
@@ -33,9 +33,9 @@ class Kernels:
         self._make = function.made[Kernels]
         self._moments = [x for x in args if isinstance(x, Moment)]
         self._told: list[int] = []
-        self._later: dict[int, tuple[Any, ...]] = {}  # XLA fuses it with what reads the update
+        self._later: dict[int, tuple[Leaf, ...]] = {}  # XLA fuses it with what reads the update
 
-    def call(self, i: int, program: Function, of_leaf: tuple[Any, ...]) -> Call:
+    def call(self, i: int, program: Function, of_leaf: tuple[PyTree, ...]) -> Call:
         """The call of one leaf, of which this is all.
 
         Args:
@@ -50,8 +50,8 @@ class Kernels:
         inputs: Inputs,
         i: int,
         program: Function,
-        of_leaf: tuple[Any, ...],
-        steps: tuple[Any, ...],
+        of_leaf: tuple[PyTree, ...],
+        steps: tuple[Leaf, ...],
         alone: Function,
     ) -> Call:
         """The call of one leaf, whose result is its update, or what `finish` makes one.
@@ -73,7 +73,7 @@ class Kernels:
         arguments = (*of_leaf, *steps)
         return self._in_kernel(i, program, arguments, finishing(inputs, i), rest, w)
 
-    def finish(self, inputs: Inputs, updates: list[Any], update: Function | None) -> None:
+    def finish(self, inputs: Inputs, updates: list[PyTree], update: Function | None) -> None:
         """Makes updates of what the calls returned; `update` of directions."""
         for i in self._told:
             new, *others = updates[i]
@@ -91,10 +91,10 @@ class Kernels:
         self,
         i: int,
         function: Function,
-        arguments: tuple[Any, ...],
+        arguments: tuple[PyTree, ...],
         ending: tuple[Function | None, tuple[jax.Array, ...]] = (None, ()),
         rest: Rest | None = None,
-        w: Any = None,
+        w: jax.Array | None = None,
     ) -> Call:
         """The function, what its gradient and the weight `w` are made of, and what follows."""
         (finish, flag), (g, *others) = ending, arguments
@@ -109,7 +109,7 @@ class Kernels:
         return next((x for x in reversed(places) if x is not None and not is_shard(x)), None)
 
 
-def _as_read(x: Any) -> Any:
+def _as_read(x: PyTree) -> PyTree:
     """What a kernel reads in the place of a gradient or a weight."""
     if not checks.is_array(x):
         return x
@@ -132,7 +132,7 @@ def _kernel(
     """
 
     def step(
-        arguments: tuple[Any, ...], flag: tuple[jax.Array, ...], rest_args: tuple[Any, ...]
+        arguments: tuple[PyTree, ...], flag: tuple[jax.Array, ...], rest_args: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         results, _ = function(*(x.array() if isinstance(x, Origin) else x for x in arguments))
         if finish is None or follows is None:
@@ -140,7 +140,7 @@ def _kernel(
         update = finish(results, *flag)
         return (update, *follows(update, *rest_args))
 
-    def call(*args: Any) -> tuple[Any, list[Any]]:
+    def call(*args: PyTree) -> tuple[PyTree, list[Leaf]]:
         values, moments = platforms.run(
             step, args[:3], replaces=args[3], place=place, no_kernel=no_kernel
         )

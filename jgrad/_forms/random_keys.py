@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed, st
 from jgrad._trees import shares
 from jgrad._trees.annotations import Count
 from jgrad._trees.places import axes_cut, is_shard, shard_count, shard_index
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement, varying_axes
 from jgrad._trees.told import told
 
@@ -29,14 +30,14 @@ class RandomKeys:
 
     def __init__(self, step: jax.Array) -> None:
         self._step = step
-        self._known: dict[Any, tuple[ArraySpec, ElementKeys]] = {}
+        self._known: dict[Hashable, tuple[ArraySpec, ElementKeys]] = {}
 
     @functools.cached_property
     def of_step(self) -> jax.Array:
         """Of all elements."""
         return step_keys(self._step)
 
-    def rounding(self, spec: ArraySpec, x: Any, place: Placement | None) -> Rounding:
+    def rounding(self, spec: ArraySpec, x: Leaf, place: Placement | None) -> Rounding:
         """How the elements of an array are rounded; moments of a leaf share their keys."""
         key = id(spec), x.shape, varying_axes(*jax.tree.leaves(x)), place
         if key not in self._known:
@@ -44,7 +45,7 @@ class RandomKeys:
         return Rounding(self.of_step, self._known[key][1])
 
     def of_moment(
-        self, inputs: Inputs, old: list[Any], mesh_axes: PyTree, *, is_whole: bool
+        self, inputs: Inputs, old: list[Leaf], mesh_axes: PyTree, *, is_whole: bool
     ) -> "MomentRounding":
         """How a moment of all leaves is rounded; `is_whole` where it is like the parameters."""
         places: list[Placement | None] = places_of(inputs, mesh_axes)
@@ -57,7 +58,7 @@ class RandomKeys:
         return MomentRounding(self, inputs.specs, places)
 
 
-def _is_alike(x: Any, p: Any) -> bool:
+def _is_alike(x: Leaf, p: Leaf) -> bool:
     return x is not None and x.shape == p.shape
 
 
@@ -68,10 +69,12 @@ class MomentRounding:
       places: how each array is sharded, if the user says so; else empty.
     """
 
-    def __init__(self, keys: RandomKeys, specs: list[ArraySpec], places: list[Any]) -> None:
+    def __init__(
+        self, keys: RandomKeys, specs: list[ArraySpec], places: list[Placement | None]
+    ) -> None:
         self._keys, self._specs, self.places = keys, specs, places
 
-    def of_leaf(self, i: int, old: Any) -> Rounding:
+    def of_leaf(self, i: int, old: Leaf) -> Rounding:
         """That of one leaf."""
         return self._keys.rounding(self._specs[i], old, self.places[i] if self.places else None)
 
@@ -81,7 +84,7 @@ class MomentRounding:
 
 
 def element_keys(
-    spec: Any, seed: Count, purpose: int, x: Any, place: Placement | None = None
+    spec: Any, seed: Count, purpose: int, x: Leaf, place: Placement | None = None
 ) -> ElementKeys:
     """What random bits are a hash of, so that a leaf has the same ones packed or not.
 

@@ -2,10 +2,10 @@
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jgrad._trees import checks, trees
@@ -148,5 +148,5 @@ def _is_floating(x: Leaf) -> bool:
     )
 
 
-def _signature(x: Leaf) -> tuple[tuple[int, ...], Any]:
+def _signature(x: Leaf) -> tuple[tuple[int, ...], np.dtype | None]:
     return jnp.shape(x), jnp.result_type(x)

@@ -272,7 +272,7 @@ def stop_gradient(x: Tree, /, *, preserve_type: bool = True, out: None = None) -
     return constant
 
 
-def _sum_of_gradient(name: str, gradient: Any) -> jax.Array:
+def _sum_of_gradient(name: str, gradient: PyTree) -> jax.Array:
     """What the gradient of a gradient differentiates."""
     if not differentiation.is_real_floating(gradient):
         expected = "that of one real array; take `jac` of it, or `hvp`"

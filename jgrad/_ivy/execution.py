@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,9 @@ from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 _NAME = "execute_with_gradients"
 _DEFAULT = ((0,),)
-_ABSENT: Any = object()
+_ABSENT: PyTree = object()
 
-Path = Sequence[Any]  # keys, names and positions
+Path = Sequence[object]  # keys, names and positions
 
 
 def execute_with_gradients(
@@ -205,7 +205,7 @@ def _targets(argument: str, tree: PyTree, idxs: Sequence[Path] | None) -> list[_
     return [_locate(argument, tree, path) for path in paths]
 
 
-def _paths(argument: str, idxs: Any) -> list[KeyPath]:
+def _paths(argument: str, idxs: object) -> list[KeyPath]:
     """The paths that were given, each as a tuple."""
     expected = "a sequence of paths, such as ((0,), (1, 'a')), or None for all"
     if not isinstance(idxs, (list, tuple)):
@@ -244,7 +244,7 @@ def _is_position(key: Leaf, node: PyTree) -> bool:
     return isinstance(key, (int, np.integer)) and not isinstance(node, dict)
 
 
-def _name(entry: Leaf) -> Any:
+def _name(entry: Leaf) -> object:
     """The key, position or attribute name of an entry of a JAX key path."""
     return next(getattr(entry, kind) for kind in ("key", "idx", "name") if hasattr(entry, kind))
 

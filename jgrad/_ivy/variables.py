@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +193,7 @@ def _expected(a: Leaf) -> str:
     return "None, as `x` is" if a is None else "an array or a number"
 
 
-def _holds(dtype: np.dtype, number: Any) -> bool:
+def _holds(dtype: np.dtype, number: float) -> bool:
     """Whether a number is within the range of a dtype; of what kind it is, `_kind` says."""
     if not jnp.issubdtype(dtype, jnp.number) or not math.isfinite(number):
         return True
@@ -204,5 +204,5 @@ def _holds(dtype: np.dtype, number: Any) -> bool:
 
 def _kind(x: jax.Array) -> int:
     """bool, integers, floats, complex: each can be held by those after it."""
-    kinds: tuple[Any, ...] = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
+    kinds: tuple[type, ...] = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind))

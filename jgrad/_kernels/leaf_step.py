@@ -7,23 +7,28 @@ the leaf. How the leaf is sharded is known from explicit mesh axes, or has to be
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgrad._arithmetic.leaf_moment import LeafMoment, written
+from jgrad._arithmetic.leaf_moment import LeafMoment, Moments, written
+from jgrad._arithmetic.leafwise import Function
+from jgrad._arithmetic.programs import ArrayType, ClosedProgram
 from jgrad._quantized.blocks import SIZE
 from jgrad._trees.places import WHOLE, shard_count, shard_index, whole_along
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement, axes_of_spec
+from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")
 
-_KINDS: tuple[Any, ...] = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
+M = TypeVar("M", bound=Moments)
+
+_KINDS = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
 _IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
 
 # How a leaf is computed: by a Pallas kernel, or by two passes of XLA.
@@ -47,20 +52,20 @@ class LeafStep(NamedTuple):
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
-    structure: Any
+    structure: Structure
     positions: tuple[int, ...]
     replaces: tuple[int | None, ...]
     place: Placement | None
     no_kernel: str
-    traced: Any
+    traced: ClosedProgram | None
     used: tuple[bool, ...]
 
     @property
-    def types(self) -> tuple[Any, ...]:
+    def types(self) -> tuple[ArrayType, ...]:
         """Of all results."""
-        return tuple(self.traced.out_avals)
+        return () if self.traced is None else tuple(self.traced.out_avals)
 
-    def arguments(self, operands: Sequence[Any]) -> PyTree:
+    def arguments(self, operands: Sequence[Leaf]) -> PyTree:
         """The arguments of the function."""
         return jax.tree.unflatten(self.structure, [operands[i] for i in self.positions])
 
@@ -78,28 +83,27 @@ class LeafStep(NamedTuple):
         return {first + i: operand for i, operand in enumerate(operands) if operand is not None}
 
     def call(
-        self, args: PyTree, make: Callable[[LeafMoment], Any]
-    ) -> tuple[tuple[jax.Array, ...], list[Any]]:
+        self, args: PyTree, make: Callable[[LeafMoment], M]
+    ) -> tuple[tuple[jax.Array, ...], list[M]]:
         """What the function returns, and the moments that it was given in the place of its own."""
-        leaves: list[Any]
-        structure: Any
-        leaves, structure = jax.tree.flatten(args, is_leaf=_is_moment)
+        leaves: list[Leaf] = jax.tree.leaves(args, is_leaf=_is_moment)
+        structure: Structure = jax.tree.structure(args, is_leaf=_is_moment)
         made = [make(x) if _is_moment(x) else x for x in leaves]
         values = self.function(*structure.unflatten(made))
         return values, [x for x, old in zip(made, leaves, strict=True) if _is_moment(old)]
 
-    def plain(self, *operands: Any) -> list[jax.Array]:
+    def plain(self, *operands: jax.Array) -> list[jax.Array]:
         """The results as any program of XLA computes them."""
         args = self.arguments(operands)
         return self.results(self.function(*args), moments_of(args))
 
-    def results(self, values: Sequence[Any], moments: Sequence[Any]) -> list[Any]:
+    def results(self, values: Sequence[jax.Array], moments: Sequence[Moments]) -> list[jax.Array]:
         """The results that are read, of what the function returned and what moments stored."""
         flat = [*values, *itertools.chain(*written(moments))]
         return list(itertools.compress(flat, self.used)) if self.used else flat
 
 
-def needed(function: Callable[..., Any], operands: Sequence[Any]) -> list[bool]:
+def needed(function: Function, operands: Sequence[jax.Array]) -> list[bool]:
     """Which arguments the results of a function are computed from."""
     traced = jax.make_jaxpr(function)(*operands)
     return list(core.dce_jaxpr(traced.jaxpr, [True] * len(traced.out_avals))[1])
@@ -111,17 +115,17 @@ def moments_of(args: PyTree) -> list[LeafMoment]:
     return list(filter(_is_moment, leaves))
 
 
-def _is_moment(x: Any) -> bool:
+def _is_moment(x: object) -> bool:
     return isinstance(x, LeafMoment)
 
 
-def in_memory(*arrays: Any) -> bool:
+def in_memory(*arrays: Leaf) -> bool:
     """Whether kernels have arrays of these dtypes; of float16 there are none."""
     return all(x.dtype in _IN_MEMORY for x in arrays)
 
 
 def place_of(
-    step: LeafStep, operands: Sequence[Any], form: Lowering, *, is_local: bool
+    step: LeafStep, operands: Sequence[ArrayType], form: Lowering, *, is_local: bool
 ) -> Placement | str:
     """The place of the kernel of a step; a text that says why it has none.
 

@@ -10,7 +10,7 @@ change by less than half the distance between two representable numbers: 0.2% in
 in 8 bits.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jgrad._quantized import codec as coding, encoding
 from jgrad._quantized.blocks import Blocks
 from jgrad._quantized.codec import codec_of
 from jgrad._quantized.geometry import geometry
+from jgrad._trees.protocols import Leaf
 
 T = TypeVar("T")
 
@@ -35,19 +36,19 @@ class KernelMoment(Moments):
     """
 
     old: jax.Array
-    new: Any = None
+    new: Leaf = None
 
     def __init__(self, moment: LeafMoment) -> None:
-        self.blocks: Any = moment.old
+        self.blocks: Blocks = moment.old
         self.flag, self.clips = moment.flag, moment.clips
 
-    def write(self, rule: Function, *args: Any) -> jax.Array:
+    def write(self, rule: Function, *args: Leaf) -> jax.Array:
         """The new moment as updates are computed from it; see `LeafMoment.write`."""
         exact: jax.Array = bounded(rule, self.flag, self.clips)(*args)
         self.new = self.stored(exact)
         return exact
 
-    def stored(self, exact: jax.Array) -> Any:
+    def stored(self, exact: jax.Array) -> Blocks | jax.Array:
         """What stands for the new moment on this platform."""
         raise NotImplementedError
 
@@ -79,7 +80,7 @@ class ScalePass(KernelMoment):
         super().__init__(moment)
         self.old = encoding.decoded(self.blocks)
 
-    def stored(self, exact: jax.Array) -> Any:
+    def stored(self, exact: jax.Array) -> Blocks | jax.Array:
         """As `scale_of` of the largest magnitude: the largest `scale_of`, with no kernel after it.
 
         As integers, in whose order NaN is above infinity.

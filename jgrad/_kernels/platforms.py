@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jgrad._arithmetic.programs import ArrayType, ClosedProgram, Equation, Primitive
 from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, Lowering, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
@@ -33,7 +34,7 @@ def run(
     function: Callable[..., tuple[jax.Array, ...]],
     args: PyTree,
     *,
-    replaces: Sequence[Any] = (),
+    replaces: Sequence[jax.Array | None] = (),
     place: Placement | None = None,
     no_kernel: str = "",
 ) -> tuple[list[jax.Array], list[Blocks]]:
@@ -69,7 +70,7 @@ def forced(form: Lowering) -> AbstractContextManager[Lowering | None]:
 
 
 @functools.cache
-def _operation() -> Any:
+def _operation() -> Primitive:
     """Made when it is first needed, since JAX promises none of what it takes."""
     step = core.Primitive("jgrad_leaf_step")
     step.multiple_results = True
@@ -84,7 +85,7 @@ def _operation() -> Any:
     return step
 
 
-def _plain(*operands: Any, step: LeafStep) -> list[jax.Array]:
+def _plain(*operands: jax.Array, step: LeafStep) -> list[jax.Array]:
     return step.plain(*operands)
 
 
@@ -92,7 +93,7 @@ _traced = jax.jit(_plain, static_argnames="step")  # JAX keeps its trace
 
 
 @functools.partial(jax.jit, static_argnames="traced")
-def _as_traced(*operands: Any, traced: Any) -> list[jax.Array]:
+def _as_traced(*operands: jax.Array, traced: ClosedProgram) -> list[jax.Array]:
     """The plain step, neither traced nor written again for each leaf that is lowered."""
     return list(core.eval_jaxpr(traced.jaxpr, traced.consts, *operands))
 
@@ -101,30 +102,34 @@ _is_disabled = operator.attrgetter("jax_disable_jit")  # which has a type since 
 
 
 @functools.partial(jax.jit, static_argnames="step")
-def _compiled(*operands: Any, step: LeafStep) -> list[jax.Array]:
+def _compiled(*operands: jax.Array, step: LeafStep) -> list[jax.Array]:
     return list(_operation().bind(*operands, step=step))
 
 
-def _run(*operands: Any, step: LeafStep) -> list[jax.Array]:
+def _run(*operands: jax.Array, step: LeafStep) -> list[jax.Array]:
     if _is_disabled(jax.config):
         return step.plain(*operands)
     return _compiled(*operands, step=step)
 
 
-def _types(*_: Any, step: LeafStep) -> list[Any]:
+def _types(*_: ArrayType, step: LeafStep) -> list[ArrayType]:
     return list(itertools.compress(step.types, step.used))
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[Any], *, step: LeafStep) -> tuple[Any, Any]:
+def _batched(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, step: LeafStep
+) -> tuple[list[jax.Array], list[int]]:
     results = jax.vmap(step.plain, in_axes=tuple(axes))(*operands)
     return results, [0] * len(results)
 
 
-def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: LeafStep) -> Any:
+def _differentiated(
+    operands: Sequence[jax.Array], tangents: Sequence[jax.Array], *, step: LeafStep
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """That of the plain step. Operands without tangents are constants, also if they are codes."""
     moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, core.Zero)]
 
-    def of_moving(*xs: Any) -> list[jax.Array]:
+    def of_moving(*xs: jax.Array) -> list[jax.Array]:
         replaced = dict(zip(moving, xs, strict=True))
         return step.plain(*(replaced.get(i, x) for i, x in enumerate(operands)))
 
@@ -132,7 +137,7 @@ def _differentiated(operands: Sequence[Any], tangents: Sequence[Any], *, step: L
     return jax.jvp(of_moving, primals, tuple(tangents[i] for i in moving))
 
 
-def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any]:
+def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Equation | None]:
     """Unused results are not computed, and no kernel writes them."""
     equation = others[-1]  # behind which inputs are live, since JAX 0.12
     if not any(used):
@@ -144,7 +149,9 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Any
     return [True] * len(equation.invars), equation.replace(outvars=results, params={"step": step})
 
 
-def _lowered(context: Any, *operands: Any, by_default: Lowering | None, step: LeafStep) -> Any:
+def _lowered(
+    context: Any, *operands: object, by_default: Lowering | None, step: LeafStep
+) -> Sequence[object]:
     form = _forced.get() or by_default
     around = getattr(getattr(context, "module_context", None), "axis_context", None)
     is_local = _is_on_one_device(around)
@@ -152,7 +159,7 @@ def _lowered(context: Any, *operands: Any, by_default: Lowering | None, step: Le
     if form is not None:
         place = leaf_step.place_of(step, context.avals_in, form, is_local=is_local)
 
-    def run(*operands: Any) -> list[jax.Array]:
+    def run(*operands: jax.Array) -> list[jax.Array]:
         if not isinstance(place, Placement):
             return list(itertools.compress(_as_traced(*operands, traced=step.traced), step.used))
         if form == "two passes":
@@ -182,7 +189,7 @@ def in_two_passes(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Arr
 _ON_PLATFORMS: dict[str, Lowering] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}
 
 
-def _is_on_one_device(context: Any) -> bool:
+def _is_on_one_device(context: object) -> bool:
     """Whether a program is for one device, or is what each device does by itself.
 
     False where nothing says it: a kernel would take a shard for the leaf.

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import pallas as pl  # which may change, checked in JAX 0.8 to 0.12
 from jax.experimental.pallas import tpu as pltpu
 
+from jgrad._arithmetic.programs import ArrayType
 from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, needed
 from jgrad._kernels.moment import InTile
@@ -25,7 +26,7 @@ from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.blocks import SIZE
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import Part
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement, varying_as
 from jgrad._trees.unpromised import Unpromised
 
@@ -51,7 +52,7 @@ def run(
     """The results of the step, computed by the kernel; `interpret` runs it on a CPU."""
     keys: dict[tuple[int, ...], _Keys] = {}  # moments of a leaf have the same random bits
 
-    def prepare(x: Any) -> Any:
+    def prepare(x: Leaf) -> Leaf:
         if not isinstance(x, Rounding):
             return x
         ids = tuple(map(id, jax.tree.leaves(x)))
@@ -85,7 +86,7 @@ class LeafKernel:
     """
 
     def __init__(
-        self, step: LeafStep, operands: Sequence[Any], prepared: PyTree, *, interpret: bool
+        self, step: LeafStep, operands: Sequence[jax.Array], prepared: PyTree, *, interpret: bool
     ) -> None:
         """`prepared` are the arguments of the step, with `_Keys` for what is hashed."""
         self.step, self.interpret = step, interpret
@@ -120,7 +121,8 @@ class LeafKernel:
         *lead, rows, width = here[0].shape
         count, blocks = math.prod(lead), width // SIZE
         written = list(itertools.compress(enumerate(step.types), step.used))
-        per_row = 2 * SIZE * sum(x.dtype.itemsize for x in (*here, *(t for _, t in written)))
+        moved: list[jax.Array | ArrayType] = [*here, *(t for _, t in written)]
+        per_row = 2 * SIZE * sum(x.dtype.itemsize for x in moved)
         most = min(_ROWS, max(1, _MEMORY // per_row // _TOGETHER) * _TOGETHER)
         taken, group = min(rows, most), min(blocks, _SUBLANES)
         specs = {
@@ -171,7 +173,7 @@ class LeafKernel:
         inputs, starts, outputs = refs[:last], refs[last], refs[last + 1 :]
         rows = inputs[self.kinds.index("array")].shape[0]
         together = _TOGETHER if rows % _TOGETHER == 0 else rows
-        begins: list[Any] = [block * rows, column * SIZE]
+        begins: list[jax.Array] = [block * rows, column * SIZE]
         for n in reversed(lead):
             begins.insert(0, jax.lax.rem(layer, n))
             layer = jax.lax.div(layer, n)
@@ -200,7 +202,7 @@ class LeafKernel:
 
         jax.lax.fori_loop(0, rows // together, part, None)
 
-    def _read(self, ref: Any, kind: str, within: Any, column: Any) -> jax.Array:
+    def _read(self, ref: Any, kind: str, within: Any, column: jax.Array) -> jax.Array:
         """The part of an operand that a tile needs; a scalar stays one until it meets a tile."""
         if kind == "array":
             return ref[within, :]
@@ -222,11 +224,11 @@ class LeafKernel:
         return self.step.results(*self.step.call(args, lambda moment: InTile(moment, tile)))
 
 
-def _is_a(kind: type, x: Any) -> bool:
+def _is_a(kind: type, x: object) -> bool:
     return isinstance(x, kind)
 
 
-def _is_here(ref: Any, rows: int, column: Any) -> jax.Array:
+def _is_here(ref: Any, rows: int, column: jax.Array) -> jax.Array:
     """Which of the columns of blocks in this piece of the scales is computed."""
     shape = (ref.shape[0], rows)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) == jax.lax.rem(column, shape[0])

@@ -5,7 +5,7 @@ matrices have None for all other arrays, and the other way round.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ from jgrad._layers.matrix_axes import Array, MatrixAxes
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
+from jgrad._trees.annotations import Scalar
 from jgrad._trees.known_names import refuse_without_effect
+from jgrad._trees.protocols import Leaf
 
 MOMENTUM = 0.95  # by default
 
@@ -47,8 +49,8 @@ class Directions(NamedTuple):
     """
 
     direction: PerArray[Array]
-    mw: PerArray[Any]
-    vw: PerArray[Any]
+    mw: PerArray[Leaf]
+    vw: PerArray[Leaf]
     signs: PerArray[Array]
 
 
@@ -90,7 +92,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
         _, mw_of_matrices = _stored(
             leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), first
         )
-    vw_of_matrices: PerArray[Any] = [None] * len(x)
+    vw_of_matrices: PerArray[Leaf] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
         x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
@@ -108,12 +110,12 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     )
 
 
-def either(first: PerArray[Any], second: PerArray[Any]) -> PerArray[Any]:
+def either(first: PerArray[Leaf], second: PerArray[Leaf]) -> PerArray[Leaf]:
     """Each entry of the first list, or that of the second where it is None."""
     return [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 
-def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
+def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
     """Only the default, or what `optax.inject_hyperparams` makes of it."""
     momentum = numbers.as_python_number(momentum)
     if momentum is None or isinstance(momentum, jax.Array) or momentum == MOMENTUM:
@@ -124,7 +126,7 @@ def check_no_momentum(function: str, fraction: float, momentum: Any) -> None:
 
 
 def factors_of(
-    function: str, scale: Callable[[int, int], Any], axes: PerArray[MatrixAxes | None]
+    function: str, scale: Callable[[int, int], Scalar], axes: PerArray[MatrixAxes | None]
 ) -> PerArray[Array]:
     """For each array a scalar, or one number per output where it has blocks of several sizes.
 
@@ -152,7 +154,7 @@ def _with_equal_outputs(
     is_taken: PerArray[Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[Array], PerArray[Any]]:
+) -> tuple[PerArray[Array], PerArray[Leaf]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.

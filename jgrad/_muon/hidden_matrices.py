@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
 _NAME = "hidden_matrices"
 
@@ -96,7 +95,7 @@ class HiddenMatrices:
         return leaf_names.table(table)
 
     def _matrices(
-        self, tree: PyTree, shapes: Sequence[Any], outputs: ArgLeaves, named: Sequence[bool]
+        self, tree: PyTree, shapes: Sequence[Leaf], outputs: ArgLeaves, named: Sequence[bool]
     ) -> list[MatrixAxes | None]:
         """Those of the leaves whose output axes are named; an error where `muon` would raise it."""
         pairs = zip(shapes, named, strict=True)
@@ -112,7 +111,7 @@ class HiddenMatrices:
     def __repr__(self) -> str:
         return f"{_NAME}({', '.join(self._given)})"
 
-    def _rows(self, params: PyTree) -> list[tuple[str, Any, str]]:
+    def _rows(self, params: PyTree) -> list[tuple[str, Leaf, str]]:
         """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
         tree = trees.shapes(checks.values_of(params))
         check_parameters(_NAME, tree)
@@ -125,7 +124,7 @@ class HiddenMatrices:
             for (path, x), axes in zip(pairs, stacked.leaves, strict=True)
         ]
 
-    def _reason(self, path: Sequence[Any], x: Any, axes: Axes) -> str:
+    def _reason(self, path: KeyPath, x: Leaf, axes: Axes) -> str:
         """Why an array is no hidden matrix; empty where it is one."""
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             return f"dtype: {jnp.result_type(x)}"

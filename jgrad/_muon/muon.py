@@ -45,10 +45,10 @@ from jgrad._trees.annotations import (
     Scalar,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 MuonRule = Literal["muon", "normuon"]
-ScaleFunction = Callable[[int, int], Any]  # of outputs and inputs
+ScaleFunction = Callable[[int, int], Scalar]  # of outputs and inputs
 Scale = Literal["original", "match_rms_adamw", "spectral"] | ScaleFunction | None
 
 _SCALES: dict[str | None, ScaleFunction] = {
@@ -154,7 +154,9 @@ def _shapes(inputs: Parameters, given: Given) -> Shapes:
 
 
 def _made(
-    name: str, given: Given, compute: Callable[[Inputs, Step], tuple[list[Any], Any, Any]]
+    name: str,
+    given: Given,
+    compute: Callable[[Inputs, Step], tuple[list[Leaf], list[Leaf], list[Leaf]]],
 ) -> Transformation[OptState]:
     moments = given.moments(layer_axes=given.layer_axes)
     shapes_of = functools.partial(_shapes, given=given)
@@ -187,10 +189,10 @@ def descent_of(inputs: Inputs, step: Step, given: Given) -> Descent:
     rule = given.weight_decay_rule
     use = options.mask(inputs, "weight_decay_mask", given.weight_decay_mask)
 
-    def decays_of(name: str, x: PyTree) -> list[Any]:
+    def decays_of(name: str, x: PyTree) -> list[Leaf]:
         return options.decay_of_leaves(inputs, name, x, use, step, rule)
 
-    def rates_of(name: str, x: PyTree) -> list[Any]:
+    def rates_of(name: str, x: PyTree) -> list[Leaf]:
         return options.rate_of_leaves(inputs, name, x, step)
 
     decays = inputs.per_array(_of_both_kinds("weight_decay", decays_of, step, given))
@@ -199,8 +201,8 @@ def descent_of(inputs: Inputs, step: Step, given: Given) -> Descent:
 
 
 def _of_both_kinds(
-    name: str, read: Callable[[str, PyTree], list[Any]], step: Step, given: Given
-) -> list[Any]:
+    name: str, read: Callable[[str, PyTree], list[Leaf]], step: Step, given: Given
+) -> list[Leaf]:
     """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
 
     Args:
@@ -306,11 +308,12 @@ def muon(
         tree or `by_path` of these. If there are several output axes, they are flattened in
         row-major order. `split` doesn't affect the state, so you can change it in the middle of a
         run.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. If a
-        matrix is sharded, each device gathers it and keeps its own part of the result. None raises
-        an error there unless JAX knows that the leaf is not sharded, as it does for replicated
-        parameters with `check_vma=True`. Under `jit` on a mesh with automatic axes, it tells
-        `shard_over` how leaves are sharded.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, each device gathers
+        sharded matrices and keeps its own part of the result. A matrix needs a PartitionSpec there,
+        unless JAX knows that it is not sharded, as it does for replicated parameters with
+        `check_vma=True`. Under `jit` on a mesh with automatic axes, it tells `shard_over` how
+        leaves are sharded.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
         heads: an int, a tuple of ints, None, or a prefix tree of these.
       shard_over: under `jit`, a mesh axis or a tuple of axes. Matrices of the same shape are
@@ -370,7 +373,7 @@ def muon(
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, given)
         signs = new.signs if weight_decay_rule == "cautious" else None
         updates = descent_of(inputs, step, given).updates(new.direction, inputs.w, signs)
@@ -430,7 +433,7 @@ def scale_by_muon(
     """
     name, given = "scale_by_muon", _checked("scale_by_muon", _DIRECTION, locals())
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Any], list[Any]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, given)
         return new.direction, new.mw, new.vw
 

@@ -13,7 +13,7 @@ On CPUs, and if X is wide, several steps are combined into one polynomial of the
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ COEFFICIENTS = {
 }
 
 
-def read_coefficients(function: str, coefficients: Any) -> Coefficients:
+def read_coefficients(function: str, coefficients: object) -> Coefficients:
     """Those of a name, or triples of numbers."""
     if isinstance(coefficients, str):
         checks.one_of(function, "coefficients", coefficients, COEFFICIENTS)

@@ -444,8 +444,9 @@ def adafactor(
       output_axes: which axes of a leaf are outputs: an int, a tuple of ints, or a prefix tree of
         these. All others except `layer_axes` are inputs. The default, the last axis, fits flax and
         haiku; use 0 for equinox and PyTorch. This only matters for leaves with three or more axes.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
-        in `muon`. Under `jit` you don't need it.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, factors need
+        PartitionSpecs, as in `muon`.
       layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
         None, or a prefix tree of these. Each layer has its own averages, clipping and scale.
       moment_dtype: dtype of m. None uses the parameter's dtype, but at least float32; "8bit" stores

@@ -149,10 +149,11 @@ def lion(
         the weights that the step moves towards zero, as in `adam`. "independent": w' = w -
         learning_rate direction - weight_decay w, with a weight decay in [0, 1) that acts even when
         the learning rate is 0.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
@@ -198,10 +199,11 @@ def scale_by_lion(
     Args:
       beta1: weight of the moment in the direction, in [0, 1), as in `lion`.
       beta2: decay rate of the moment, in [0, 1), as in `lion`.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.

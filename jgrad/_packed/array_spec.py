@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from jgrad._packed.packed_layers import PackedLayers
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.places import axes_cut, shard_index
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 
 
@@ -24,7 +24,13 @@ class UnpackedSpec(ArraySpec):
 
     is_buffer = True
 
-    def __init__(self, positions: tuple[int, ...], spans: tuple[Span, ...], shape: Any, shard: Any):
+    def __init__(
+        self,
+        positions: tuple[int, ...],
+        spans: tuple[Span, ...],
+        shape: tuple[int, ...],
+        shard: Shard | None,
+    ):
         super().__init__(positions)
         for name, x in ("spans", spans), ("shape", shape), ("shard", shard):
             object.__setattr__(self, name, x)
@@ -65,7 +71,7 @@ class BufferSpec(UnpackedSpec):
             return self.shape
         return (self.shard.num_rows(self.shape[0]), *self.shape[1:])
 
-    def per_array(self, entries: Sequence[Any]) -> Any:
+    def per_array(self, entries: Sequence[PyTree]) -> PyTree:
         """One entry per leaf of the tree as one for the array.
 
         The entry itself where all leaves share it, else a column with a number per row, of shape
@@ -82,7 +88,7 @@ class BufferSpec(UnpackedSpec):
         per_row = self._per_row(values)
         return per_row if self.shard is None else self.shard.slice(per_row)
 
-    def _per_row(self, values: Sequence[Any]) -> jax.Array:
+    def _per_row(self, values: Sequence[Leaf]) -> jax.Array:
         """Values that differ, of the leaves in the buffer, as a column or an array of its shape."""
         if all(jnp.size(x) == 1 for x in values):
             column = jnp.stack([jnp.asarray(x, dtype=float).reshape(()) for x in values])
@@ -93,9 +99,9 @@ class BufferSpec(UnpackedSpec):
         ]
         return join_leaves(self.spans, elements, self.shape[0])
 
-    def row_keys(self, keys: Any, place: Placement | None) -> tuple[Any, Any]:
+    def row_keys(self, keys: np.ndarray, place: Placement | None) -> tuple[np.ndarray, np.ndarray]:
         """For each row the key of its leaf, and the number of its first element there."""
-        first: Any = np.zeros(self.shape[0], np.uint32)
+        first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span)
         if place is not None:

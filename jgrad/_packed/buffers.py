@@ -18,7 +18,6 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,9 +215,11 @@ def _split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
 
 
 @_split.defjvp
-def _split_jvp(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+def _split_jvp(
+    sizes: tuple[int, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """By one plain split: JAX takes long to trace the derivative of a branch."""
-    return _split(*primals, sizes), jax.lax.split(tangents[0], sizes)
+    return _split(*primals, sizes), list(jax.lax.split(tangents[0], sizes))
 
 
 def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -273,7 +273,7 @@ class Layout:
     def __deepcopy__(self, memo: object) -> "Layout":
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., "Layout"], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., "Layout"], tuple[object, ...]]:
         numbers = self.structure.unflatten(range(len(self.spans)))
         spans = [
             span and (*span[:2], dataclasses.astuple(span.layers)[:3], *span[3:])

@@ -8,7 +8,6 @@ of such a loop would wait for each other, so a sum over rows is one kernel.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ class PackedLayers(LayerAxes):
         return True
 
     @property
-    def sort_key(self) -> tuple[Any, ...]:
+    def sort_key(self) -> tuple[object, ...]:
         return (*super().sort_key, self.blocks)
 
     @property

@@ -27,7 +27,7 @@ from jgrad._trees.annotations import ArrayAxes, Count, Prefix, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.host_memory import where_it_lies
-from jgrad._trees.protocols import KeyPath, PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.shardings import replicated
 from jgrad._trees.trees import is_packed, shapes
 
@@ -59,7 +59,7 @@ class Packed(Generic[Tree]):
           [1:2] ['w'] (3, 2)
     """
 
-    def __init__(self, buffers: Mapping[str, Any], layout: Layout) -> None:
+    def __init__(self, buffers: Mapping[str, Leaf], layout: Layout) -> None:
         self.buffers = dict(buffers)
         self.layout = layout
 
@@ -339,7 +339,7 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
     layout = like.layout
     arg = ArgLeaves.from_tree("pack", "tree", forms.to_codes(tree)).with_arrays()
     leaves = list(arg.leaves)
-    expected: list[Any] = [None] * len(leaves)
+    expected: list[Leaf] = [None] * len(leaves)
     for name, buffer in like.buffers.items():
         members = layout.within(name)
         dtype = getattr(leaves[members[0][0]], "dtype", None)

@@ -66,7 +66,7 @@ def _has_numbers_alone(x: PyTree) -> bool:
     return fields is not None and {"zero", "like", "measured"}.issuperset(fields.roles.values())
 
 
-def _kind(x: PyTree, states: Collection[Any] = ()) -> Any:
+def _kind(x: PyTree, states: Collection[type[Any]] = ()) -> type[Any] | None:
     """The type of node whose fields a dictionary has, in arrays as no model has them; or None."""
     if not isinstance(x, dict):
         return None
@@ -83,7 +83,7 @@ def _are_numbers(*fields: PyTree) -> bool:
     return all(getattr(x, "shape", None) == () for x in fields)
 
 
-def _of_arrays(kind: Any, x: dict[str, PyTree]) -> PyTree:
+def _of_arrays(kind: type[Any], x: dict[str, PyTree]) -> PyTree:
     return kind(*(_array(x[name]) for name in kind._fields))
 
 

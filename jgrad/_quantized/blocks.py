@@ -1,10 +1,11 @@
 """`Blocks`, an array in 8 bits."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jgrad._trees.checks import in_short
+from jgrad._trees.protocols import Leaf
 
 SIZE = 256  # elements of a block; each row of a packed buffer is one
 # In host memory, four codes are a word: the dtypes of words, and of their codes.
@@ -12,7 +13,7 @@ CODES = {np.dtype(np.int32): np.dtype(np.int8), np.dtype(np.uint32): np.dtype(np
 IN_WORD = 4
 
 
-def axis_of_words(codes: Any, scale: Any) -> int | None:
+def axis_of_words(codes: Leaf, scale: Leaf) -> int | None:
     """Along which axis four codes are a word, as the scales show it; None where none are."""
     if getattr(codes, "dtype", None) not in CODES or len(codes.shape) != len(scale.shape):
         return None
@@ -49,8 +50,8 @@ class Blocks(NamedTuple):
       'float32'
     """
 
-    codes: Any  # arrays, or whatever JAX and its users put in their place
-    scale: Any
+    codes: Leaf  # arrays, or whatever JAX and its users put in their place
+    scale: Leaf
 
     def __repr__(self) -> str:
         # Only kinds and shapes: nobody reads codes, and printed states have many of them.
@@ -63,7 +64,7 @@ class Blocks(NamedTuple):
         return shape if axis_of_words(*self) is None else (*self.scale.shape[:-1], shape[-1])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """That of the codes."""
         return self.codes.dtype if axis_of_words(*self) is None else CODES[self.codes.dtype]
 

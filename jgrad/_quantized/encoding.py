@@ -7,7 +7,7 @@ which of these applies, and the dtype of the codes shows the codec.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
 from jgrad._quantized.words import to_codes
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.trees import is_leaf
 
@@ -171,7 +172,7 @@ def new_or_old(flag: jax.Array, new: Blocks, old: Blocks) -> Blocks:
     return blocks
 
 
-def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Any) -> Blocks:
+def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Leaf) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
     for like in jax.tree.leaves(args, is_leaf=is_leaf):
         if like is not None and like.shape == target.shape:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgrad._quantized.blocks import SIZE, Blocks
+from jgrad._trees.protocols import Leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Geometry:
         layers = math.prod(self.shape[axis] for axis in self.stacked)
         return layers, math.prod(self.shape) // layers
 
-    def pieces(self, x: Any) -> list[Any]:
+    def pieces(self, x: Leaf) -> list[Leaf]:
         """An array of this shape, or what broadcasts to it, with blocks along the last axis.
 
         One array of whole blocks if there are no others; else whole blocks and last ones by

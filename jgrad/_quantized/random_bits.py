@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jgrad._trees.shardings import sharded_as
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
 # of the output with a probability near one half.
 _FIRST_FACTOR, _SECOND_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+A = TypeVar("A", jax.Array, np.ndarray)
 
 
 @functools.partial(
@@ -114,7 +115,7 @@ def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     return random_bits(of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
 
 
-def mixed(x: Any, key: jax.Array | None = None) -> Any:
+def mixed(x: A, key: jax.Array | None = None) -> A:
     """The finaliser, of an array of JAX or NumPy."""
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
     x = x if key is None else x ^ key

@@ -8,7 +8,7 @@ along which axis four codes are a word.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -16,9 +16,10 @@ import numpy as np
 from jgrad._quantized.blocks import CODES, IN_WORD, Blocks, axis_of_words
 from jgrad._quantized.geometry import in_rows
 from jgrad._trees import checks, forms, host_memory
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import barrier
 
+A = TypeVar("A", jax.Array, np.ndarray)
 _OTHERS = CODES | {codes: words for words, codes in CODES.items()}
 
 
@@ -31,7 +32,7 @@ def to_words(x: Blocks) -> Blocks:
     return _converted(x, axis)
 
 
-def belong_on_host(x: Blocks, is_large: Callable[[Any], bool]) -> list[bool]:
+def belong_on_host(x: Blocks, is_large: Callable[[Leaf], bool]) -> list[bool]:
     """Whether its arrays do: codes in words, and their scales if they are large.
 
     Scales of a matrix stay: XLA lays them out with rows along the lanes, where it cannot slice them
@@ -81,7 +82,7 @@ def _apart(x: Blocks) -> Blocks:
     return jax.tree.unflatten(jax.tree.structure(x), [codes, scale])
 
 
-def _shape(x: Any, axis: int) -> tuple[int, ...]:
+def _shape(x: jax.Array, axis: int) -> tuple[int, ...]:
     """Of words of codes, or of the codes of words."""
     n = x.shape[axis] * IN_WORD if x.dtype in CODES else x.shape[axis] // IN_WORD
     return (*x.shape[:axis], n, *x.shape[axis + 1 :])
@@ -93,7 +94,7 @@ def _converted(x: Blocks, axis: int) -> Blocks:
     return jax.tree.unflatten(jax.tree.structure(x), [_other(codes, axis), scale])
 
 
-def _other(x: Any, axis: int) -> Any:
+def _other(x: Leaf, axis: int) -> Leaf:
     """The words of codes, or the codes of words."""
     shape, dtype = _shape(x, axis), _OTHERS[x.dtype]
     by_numpy, by_jax = (
@@ -118,8 +119,8 @@ def _view(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _bits(
-    x: Any, shape: tuple[int, ...], dtype: np.dtype, axis: int, bitcast: Callable[..., Any]
-) -> Any:
+    x: A, shape: tuple[int, ...], dtype: np.dtype, axis: int, bitcast: Callable[[A, np.dtype], A]
+) -> A:
     """The same bits in another shape and dtype: bytes of a word come after those of its axis."""
     if x.dtype in CODES:
         x = bitcast(x, dtype).reshape((*x.shape, IN_WORD))

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from jgrad._soap.bases import Side, product
 from jgrad._trees import checks, forms, trees, variables
 from jgrad._trees.annotations import Count
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import FIRST, SECOND, PyTree, state_of
+from jgrad._trees.protocols import FIRST, SECOND, Leaf, PyTree, state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
+from jgrad._trees.trees import Structure
 
 Array = jax.Array | None
 Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
@@ -42,10 +43,10 @@ class SoapFactors(NamedTuple):
       (None, (3, 3))
     """
 
-    left: Any
-    right: Any
-    left_basis: Any
-    right_basis: Any
+    left: PyTree
+    right: PyTree
+    left_basis: PyTree
+    right_basis: PyTree
 
 
 SoapFactors.__module__ = "jgrad"
@@ -141,7 +142,7 @@ def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
     return _structure(inputs).unflatten(of_leaves)
 
 
-def _structure(inputs: Parameters) -> Any:
+def _structure(inputs: Parameters) -> Structure:
     """That of the unpacked parameters, with a leaf where a box of flax has one."""
 
     def is_leaf(x: PyTree) -> bool:
@@ -166,7 +167,7 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
     return tuple(map(of_run, matrix_axes.pieces(axes.whole)))
 
 
-def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Any) -> Array:
+def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Leaf) -> Array:
     """Computed from the parameter, so that it is on its mesh, with layers sharded as they are."""
     if of is None:
         return None
@@ -204,14 +205,16 @@ class Matrices(NamedTuple):
         """P^H X Q of each matrix, or P X Q^H."""
         return self._of_each([leafwise.fixed(_rotated, into=into)] * len(arrays), arrays)
 
-    def noise(self, m: Sequence[Array], stored: Sequence[Any]) -> list[Array]:
+    def noise(self, m: Sequence[Array], stored: Sequence[Leaf]) -> list[Array]:
         """What rounding adds to P^H M Q: of each matrix a number, at each of its elements."""
         functions = [
             x if x is None else leafwise.fixed(_noise, rounding=_rounding(x)) for x in stored
         ]
         return self._of_each(functions, m)
 
-    def _of_each(self, functions: Sequence[Any], arrays: Sequence[Array]) -> list[Array]:
+    def _of_each(
+        self, functions: Sequence[Function | None], arrays: Sequence[Array]
+    ) -> list[Array]:
         calls: list[Call | None] = [None] * len(arrays)
         for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
             if x is not None and axes is not None and own is not None:
@@ -294,7 +297,7 @@ def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> 
     return _of_runs(noise, m, sides, axes)
 
 
-def _rounding(stored: Any) -> float:
+def _rounding(stored: Leaf) -> float:
     """Of a moment in this form, relative to its elements, as it is left after some updates."""
     form = forms.of(stored)
     return 2 * float(jnp.finfo(stored.dtype).eps) if form is None else form.precision
@@ -342,7 +345,7 @@ def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixA
     return [run.as_matrices.of(y) for y, run in pairs], pieces
 
 
-def _automatic(f: Function, shardings: Any, *args: Any) -> Any:
+def _automatic(f: Function, shardings: PyTree, *args: PyTree) -> PyTree:
     """With explicit axes as automatic ones, since products contract axes that are sharded."""
     if jax.tree.leaves(shardings) and any(map(is_sharded, jax.tree.leaves(args))):
         return on_automatic_axes(f, shardings, *args)

@@ -39,7 +39,7 @@ from jgrad._trees.annotations import (
     Number,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 FirstStep = Literal["skip", "adam"]
 
@@ -143,9 +143,9 @@ def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
 class _New(NamedTuple):
     """What one update makes of the matrices; None for other arrays."""
 
-    direction: list[Any]
-    mw: list[Any]
-    vw: list[Any]
+    direction: list[Leaf]
+    mw: list[Leaf]
+    vw: list[Leaf]
     factors: Sequence[OfLeaf | None]
 
 
@@ -187,7 +187,7 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
 def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     """With 1 and 0 in the first update, whose gradient is in no average."""
 
-    def held(x: Any, first: float) -> Any:
+    def held(x: Leaf, first: float) -> Leaf:
         if not isinstance(x, list):
             return jnp.where(is_first, jnp.full_like(x, first), x)
         known = {id(y): None if y is None else held(y, first) for y in x}
@@ -196,7 +196,7 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
 
 
-def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
+def _per_array(inputs: Inputs, entries: Sequence[Leaf]) -> list[Leaf]:
     """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
@@ -204,7 +204,7 @@ def _per_array(inputs: Inputs, entries: Sequence[Any]) -> list[Any]:
 def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
 
-    def number(name: str, read: Callable[..., Any]) -> Any:
+    def number(name: str, read: Callable[..., Leaf]) -> Leaf:
         own = getattr(soap, f"adam_{name}")
         if own is None and step.numbers.get(f"adam_{name}") is None:
             return getattr(n, name)
@@ -327,8 +327,10 @@ def soap(
         leaf are the rows.
       split: how to split fused leaves into separate matrices, as in `muon`. The state then has
         factors for each of them.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
-        in `muon`. There each device holds the full factors of each of its matrices.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, matrices need
+        PartitionSpecs, as in `muon`, and each device holds the full factors of each of its
+        matrices.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
         heads: an int, a tuple of ints, None, or a prefix tree of these.
       shard_over: under `jit`, a mesh axis or a tuple of axes over which the power steps of bases of

@@ -1,7 +1,7 @@
 """Converts one leaf of a state to the form of another: its dtype, or another one."""
 
 import functools
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def zeros(arg: ArgLeaves, i: int, like: Leaf, beside: Leaf) -> Leaf:
     return zero if wanted is None else wanted.made_of(arg, i, like, zero)
 
 
-def form_of(x: Leaf) -> tuple[Any, ...]:
+def form_of(x: Leaf) -> tuple[Hashable, ...]:
     """What equal forms have in common, of which the first is as accounts call it."""
     form = forms.of(x)
     return (str(x.dtype),) if form is None else form.form_of(x)

@@ -8,8 +8,8 @@ old state, the user has to decide.
 import collections
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
 
 
 Momentum = Literal["keep", "reset"]
-_Meaning = Callable[[StateLeaf], Any]  # by which leaves are paired; None if it isn't
+_Meaning = Callable[[StateLeaf], Hashable]  # by which leaves are paired; None if it isn't
 KEEP = "keep"
 
 # What an array is made from if it is not carried over as it is, in the words of accounts.
@@ -220,7 +220,7 @@ class Matcher:
 
     def _pair(self, by: _Meaning, *, as_many: bool = False) -> list[tuple[StateLeaf, StateLeaf]]:
         """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
-        groups: dict[Any, tuple[list[StateLeaf], list[StateLeaf]]] = {}
+        groups: dict[Hashable, tuple[list[StateLeaf], list[StateLeaf]]] = {}
         taken = self._assigned.keys(), {x.position for x in self._assigned.values()}
         for k, state in enumerate((self._like, self._old)):
             for x in _from_outside(state):
@@ -236,12 +236,12 @@ class Matcher:
                 self._brought.setdefault(new.owner, old)
         return pairs
 
-    def _beside_bases(self, leaf: StateLeaf) -> Any:
+    def _beside_bases(self, leaf: StateLeaf) -> Hashable:
         """A second moment of Adam in the bases with which SOAP begins; None for others."""
         is_second = leaf.field in (VW, IN_BASES) and leaf.keys not in self._in_bases
         return (leaf.keys, leaf.unit) if is_second else None
 
-    def _by_word(self, leaf: StateLeaf) -> Any:
+    def _by_word(self, leaf: StateLeaf) -> Hashable:
         """What the user may say to be the same: first moments, and second ones of Adafactor's."""
         is_second = leaf.field == VW and leaf.unit in (SQUARES, OF_FACTORED)
         is_said = leaf.field == MW or (is_second and self._momentum != RESET)
@@ -383,14 +383,14 @@ class Matcher:
                 yield said.format(name=_names(leaves), was=was, now=now)
 
 
-def _meaning(leaf: StateLeaf) -> Any:
+def _meaning(leaf: StateLeaf) -> Hashable:
     """By which leaves of two states are the same thing; None for counters of updates."""
     of_params = leaf.role in ("moment", "weights", "factors")
     seen = frozenset() if of_params else leaf.seen
     return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, seen)
 
 
-def _without_seen(leaf: StateLeaf) -> Any:
+def _without_seen(leaf: StateLeaf) -> Hashable:
     """The same without the parameters that a wrapper sees; a window of gradients begins anew."""
     no_other = leaf.role in ("step", "moment") or leaf.kind == ACCUMULATE
     return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)

@@ -198,7 +198,7 @@ class _Shardings:
         """The sharding of the parameter, sharded further, where the shapes agree."""
         if (form := forms.of(x)) is not None:
 
-            def of_part(part: Leaf, of: Any = None, axis: int | None = None) -> Leaf:
+            def of_part(part: Leaf, of: Leaf = None, axis: int | None = None) -> Leaf:
                 whole = followed if axis is None else _in_words(followed, part, of, axis)
                 return self._like(whole, part, rows_only=rows_only)
 

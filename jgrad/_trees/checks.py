@@ -9,7 +9,7 @@ A `ValueError` is about structure, shape or value; a `TypeError` is about the ki
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import chex
 import jax
@@ -397,7 +397,7 @@ def axis_names(function: str, name: str, value: object) -> tuple[str, ...]:
 # ---- where arrays lie --------------------------------------------------------------------------
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: Leaf) -> bool:
     """Whether an array lies in host memory."""
     # As `jax.typeof(x)`, which takes ten times as long, checked in JAX 0.8 to 0.12.
     return isinstance(x, jax.Array) and bool(x.aval.memory_space == jax.memory.Space.Host)

@@ -6,13 +6,15 @@ What is known of names, here and in other libraries, is in `known_names.py`, whi
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from types import ModuleType
+from typing import Generic, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import optax
 
 from jgrad._trees.annotations import Init, Inner, Pair, State, Update
 from jgrad._trees.checks import in_short
+from jgrad._trees.protocols import Leaf
 
 _LONGEST = 80  # characters of one argument
 
@@ -46,7 +48,7 @@ class Transformation(_Pair, Generic[State]):
     # According to optax's types, a state is an array or a tree of arrays, which no NamedTuple is.
     init: Init[State]  # pyright: ignore[reportIncompatibleVariableOverride]
     update: Update[State]  # pyright: ignore[reportIncompatibleVariableOverride]
-    call: tuple[str, tuple[Any, ...], Mapping[str, Any]] | None = None
+    call: tuple[str, tuple[object, ...], Mapping[str, object]] | None = None
 
     def __repr__(self) -> str:
         if self.call is None:
@@ -65,21 +67,21 @@ else:
     AnyTransformation: TypeAlias = Transformation[Inner] | Pair  # type: ignore[misc,no-redef]
 
 
-def _short(x: Any) -> str:
+def _short(x: object) -> str:
     if _is_transformation(x):
         return repr(_Leaf(x))  # in full length, because readers look for what is inside
     text = repr(jax.tree.map(_Leaf, x, is_leaf=_is_transformation))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
-def _is_transformation(x: Any) -> bool:
+def _is_transformation(x: object) -> bool:
     return isinstance(x, optax.GradientTransformation)
 
 
 class _Leaf:
     """An argument, or a leaf of one: arrays by dtype and shape, functions by name."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: Leaf) -> None:
         self._x = x
 
     def __repr__(self) -> str:
@@ -95,16 +97,16 @@ class _Leaf:
 # ---- what is known of names --------------------------------------------------------------------
 
 
-_KNOWN: list[Any] = []  # the module, or nothing yet
+_KNOWN: list[ModuleType] = []  # or nothing yet
 OPTIONS_OF: dict[str, tuple[str, ...]] = {}  # of each factory, as they are defined
 
 
-def explains_by(names: Any) -> None:
+def explains_by(names: ModuleType) -> None:
     """Enters what is known of names."""
     _KNOWN[:] = [names]
 
 
-def known_names() -> Any:
+def known_names() -> ModuleType:
     """What was entered."""
     return _KNOWN[0]
 
@@ -139,7 +141,7 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     return checked
 
 
-def keywords_of(update: Callable[..., Any], handed_on: Sequence[str] = ()) -> tuple[str, ...]:
+def keywords_of(update: Callable[..., object], handed_on: Sequence[str] = ()) -> tuple[str, ...]:
     """The keywords that an `update` takes itself; `handed_on` are those of its extra arguments."""
     parameters = inspect.signature(update).parameters.values()
     return (*(x.name for x in parameters if x.kind is x.KEYWORD_ONLY), *handed_on)

@@ -4,7 +4,8 @@ A form is a type of nodes, such as `Blocks`, and a `Form` that answers for it. W
 writes a class with these methods and registers it; the rest of the house asks, and tests no type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class Form:
       loses: why no other form can be made of it, for an error; "" where one can.
     """
 
-    kind: Any
+    kind: type[Any]
     name = ""
     words = ""
     is_rounded = False
@@ -58,7 +59,7 @@ class Form:
 
     def zeros(
         self, p: Leaf, like: Leaf, layout: Any, zeros: Callable[[Leaf], Leaf], real: bool
-    ) -> Any:
+    ) -> Leaf:
         """Zeros of a moment.
 
         Args:
@@ -70,7 +71,9 @@ class Form:
         """
         raise NotImplementedError
 
-    def write(self, moment: Any, rule: Any, args: tuple[Leaf, ...]) -> jax.Array:
+    def write(
+        self, moment: Any, rule: Callable[..., jax.Array], args: tuple[Leaf, ...]
+    ) -> jax.Array:
         """What `LeafMoment.write` returns; what is stored becomes `moment.new`."""
         raise NotImplementedError
 
@@ -93,7 +96,7 @@ class Form:
 
     # ---- in states
 
-    def array_dtype(self, x: Leaf) -> Any:
+    def array_dtype(self, x: Leaf) -> np.dtype:
         """The dtype of `array(x)`."""
         return np.dtype(np.float32)
 
@@ -108,7 +111,7 @@ class Form:
     def check_stored(self, arg: Any, i: int, x: Leaf) -> None:
         """An error where leaf `i` of a state is none that can be read."""
 
-    def form_of(self, x: Leaf) -> tuple[Any, ...]:
+    def form_of(self, x: Leaf) -> tuple[Hashable, ...]:
         """What equal ones have in common, of which the first is as accounts call it."""
         return (self.words, *((part.shape, part.dtype) for part in x))
 
@@ -149,8 +152,8 @@ class Form:
 
 BY_KIND: dict[type, Form] = {}  # by the type of a leaf; others only look whether it is there
 _BY_NAME: dict[str, Form] = {}
-_RANDOM: list[Callable[..., Any]] = []
-_BOXES: list[Any] = []
+_RANDOM: list[Callable[[jax.Array], Any]] = []
+_BOXES: list[ModuleType] = []
 
 
 def register(form: Form) -> None:
@@ -160,12 +163,12 @@ def register(form: Form) -> None:
         _BY_NAME[form.name] = form
 
 
-def rounds_by(random: Callable[..., Any]) -> None:
+def rounds_by(random: Callable[[jax.Array], Any]) -> None:
     """Adds what rounds at random: `random(step)` has `rounding(inputs, old, mesh_axes)`."""
     _RANDOM[:] = [random]
 
 
-def boxed_by(boxes: Any) -> None:
+def boxed_by(boxes: ModuleType) -> None:
     """Adds what knows the boxes in which flax holds arrays: `variables.py`."""
     _BOXES[:] = [boxes]
 
@@ -190,7 +193,7 @@ def names() -> list[str]:
     return list(_BY_NAME)
 
 
-def makers() -> list[tuple[Any, Callable[..., bool]]]:
+def makers() -> list[tuple[type[Any], Callable[..., bool]]]:
     """Each kind, and what says whether parts from a file are one."""
     return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 
@@ -221,12 +224,12 @@ def is_one(x: Leaf) -> bool:
 
 def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
     if not some(leaves):
         return tree
-    return structure.unflatten([f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves])
+    return jax.tree.unflatten(
+        structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
+    )
 
 
 def in_boxes(tree: PyTree) -> PyTree:
@@ -253,12 +256,10 @@ def to_codes(tree: PyTree) -> PyTree:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree, each leaf as the one of another tree lies."""
-    leaves: list[Leaf]
-    structure: Any
     leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
     pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
-    return structure.unflatten(
-        [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+    return jax.tree.unflatten(
+        structure, [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
     )
 
 

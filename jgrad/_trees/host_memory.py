@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jgrad._trees.checks import is_on_host as is_on_host, place_on_host as place_on_host
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 KIND = "pinned_host"
 
@@ -37,12 +37,12 @@ def check(function: str) -> None:
         raise RuntimeError(f"{function}: {backend}: {came}, expected {KIND!r} among them.")
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> bool:
     """Whether it has elements, of JAX or of NumPy."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def is_large(x: Any) -> bool:
+def is_large(x: Leaf) -> bool:
     """Whether it is an array that is worth a copy, and can be sliced in host memory: not bytes."""
     return is_array(x) and x.dtype.itemsize > 1 and is_large_shape(x.shape)
 
@@ -100,7 +100,7 @@ def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
-def sharded_where(sharding: Any, of_type: Any) -> Any:
+def sharded_where(sharding: Any, of_type: Leaf) -> Any:
     """A sharding in the memory that a type names."""
     on_host = bool(of_type.memory_space == jax.memory.Space.Host)
     if on_host == (sharding.memory_kind == KIND):
@@ -108,7 +108,7 @@ def sharded_where(sharding: Any, of_type: Any) -> Any:
     return sharding.with_memory_kind(KIND if on_host else None)
 
 
-def as_on_device(x: Any) -> Any:
+def as_on_device(x: Leaf) -> Leaf:
     """The type of an array as it would be on the device, for a trace; the array if it is there."""
     if not is_on_host(x):
         return x

@@ -39,7 +39,7 @@ class Need(NamedTuple):
     is_met: Callable[[Any], bool] | None = None
 
 
-def _is_part(fraction: Any) -> bool:
+def _is_part(fraction: object) -> bool:
     return not (fraction is None or (checks.is_number(fraction) and fraction == 1))
 
 
@@ -71,7 +71,7 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 
 
-def check_needs(function: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_needs(function: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> None:
     """An error for the first option that a call gives, and that has no effect.
 
     Args:
@@ -94,13 +94,13 @@ def check_needs(function: str, given: Mapping[str, Any], defaults: Mapping[str, 
                 refuse_without_effect(function, name, x, defaults[name], need.words)
 
 
-def refuse_without_effect(function: str, name: str, x: Any, default: Any, words: str) -> None:
+def refuse_without_effect(function: str, name: str, x: object, default: object, words: str) -> None:
     """An error for an option that has none."""
     came = repr(x) if isinstance(x, _SCALARS) else checks.describe(x)
     raise ValueError(f"{function}: `{name}`: {came}, expected {default!r} {words}.")
 
 
-def _differs(x: Any, default: Any) -> bool:
+def _differs(x: object, default: object) -> bool:
     if isinstance(x, _SCALARS):
         return bool(x != default)
     return not (x is default or checks.is_array(x))

@@ -8,7 +8,6 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 
@@ -83,7 +82,7 @@ class PathRules:
       values: one for each pattern; and one more for all other leaves, if there is one.
     """
 
-    def __init__(self, patterns: Sequence[str], values: Sequence[Any]) -> None:
+    def __init__(self, patterns: Sequence[str], values: Sequence[PyTree]) -> None:
         self.patterns, self.values = tuple(patterns), tuple(values)
 
     @property
@@ -91,13 +90,13 @@ class PathRules:
         """Whether there is a value for leaves that no rule matches."""
         return len(self.values) > len(self.patterns)
 
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[str, ...]]:
-        keys: list[Any] = [jax.tree_util.DictKey(pattern) for pattern in self.patterns]
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[object, PyTree], ...], tuple[str, ...]]:
+        keys: list[object] = [jax.tree_util.DictKey(pattern) for pattern in self.patterns]
         keys += [jax.tree_util.GetAttrKey("rest")] * self.has_rest
         return tuple(zip(keys, self.values, strict=True)), self.patterns
 
     @classmethod
-    def tree_unflatten(cls, patterns: tuple[str, ...], values: Any) -> "PathRules":
+    def tree_unflatten(cls, patterns: tuple[str, ...], values: Sequence[PyTree]) -> "PathRules":
         return cls(patterns, values)
 
     def __jgrad_values__(self, function: str, name: str, reference: PyTree) -> list[Leaf]:

@@ -87,10 +87,12 @@ def state_of(kind: str, **roles: FieldRole | MomentField) -> Callable[[type[_Sta
 
     def declared(state: type[_State]) -> type[_State]:
         names: tuple[str, ...] = state._fields  # type: ignore[attr-defined]
-        others: dict[str, Any] = {x: "inside" if x == "inner" else "count" for x in names}
+        others: dict[str, FieldRole] = {x: "inside" if x == "inner" else "count" for x in names}
         moments = {x: role for x, role in roles.items() if isinstance(role, MomentField)}
-        found = others | roles | dict.fromkeys(moments, "moment")
-        fields = FieldRoles(kind, found, moments=moments)
+        named: dict[str, FieldRole] = {
+            x: "moment" if isinstance(role, MomentField) else role for x, role in roles.items()
+        }
+        fields = FieldRoles(kind, others | named, moments=moments)
         STATES.append(fields)
         state.__annotations__ = get_type_hints(state)  # which are looked up in the module
         state.__module__ = "jgrad"

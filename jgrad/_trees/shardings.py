@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 # For each axis of an array the mesh axes over which it is sharded.
 MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
@@ -119,7 +119,7 @@ def is_sharded(x: jax.Array) -> bool:
     return not {None}.issuperset(jax.typeof(x).sharding.spec)
 
 
-def automatic_mesh(x: jax.Array) -> Any:
+def automatic_mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
     """The mesh of `x`, or that of `jax.set_mesh`, if all its axes are automatic; else None."""
     for mesh in (jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()):
         if _is_automatic(mesh):
@@ -127,7 +127,7 @@ def automatic_mesh(x: jax.Array) -> Any:
     return None
 
 
-def _is_automatic(mesh: Any) -> bool:
+def _is_automatic(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
@@ -189,7 +189,7 @@ def sharded_as(x: jax.Array, like: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, jax.typeof(like).sharding) if is_sharded(like) else x
 
 
-def on_automatic_axes(f: Callable[..., Any], shardings: PyTree, *args: Any) -> Any:
+def on_automatic_axes(f: Callable[..., PyTree], shardings: PyTree, *args: PyTree) -> PyTree:
     """`f(*args)` with explicit axes as automatic ones, its results sharded as `shardings` says."""
     mesh = jax.tree.leaves(shardings)[0].mesh
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -234,7 +234,7 @@ def _probe(name: str) -> Callable[[], jax.Array]:
     return lambda: _varying(jnp.zeros(()), (name,))
 
 
-def varying_axes(*arrays: Any) -> tuple[str, ...]:
+def varying_axes(*arrays: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> tuple[str, ...]:
     """The mesh axes along which some array varies, as its type says; none without a check.
 
     Also of a `jax.ShapeDtypeStruct`.
@@ -252,7 +252,7 @@ def varying_axes(*arrays: Any) -> tuple[str, ...]:
 def varying_over(tree: PyTree, names: Sequence[str]) -> PyTree:
     """The same numbers, each array typed as varying along these mesh axes, too."""
 
-    def of_array(x: Any) -> Any:
+    def of_array(x: Leaf) -> Leaf:
         if not isinstance(x, jax.Array):
             return x
         missing = tuple(name for name in names if name not in varying_axes(x))

@@ -9,7 +9,6 @@ gradients of the whole model at once raises an error (`told.refuse`).
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +125,7 @@ class Share:
             )
         self.is_foreign = True
 
-    def within(self, *, own: bool) -> AbstractContextManager[Any]:
+    def within(self, *, own: bool) -> AbstractContextManager[object]:
         """Marks operations as this library's own, or as those of what is inside, if it marks."""
         return jax.named_scope(_OWN if own else _OTHERS) if self._marks else nullcontext()
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._trees import unpromised
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.trees import is_leaf
 
 T = TypeVar("T")
@@ -87,8 +87,8 @@ class Told(NamedTuple):
     then: Any = None
     undecayed: Any = None
     share: Any = None
-    stacks: Mapping[Any, Stack] = MappingProxyType({})
-    directions: list[tuple[str, Any]] | None = None
+    stacks: Mapping[KeyPath, Stack] = MappingProxyType({})
+    directions: list[tuple[str, object]] | None = None
 
     def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
@@ -111,7 +111,7 @@ def told() -> Told:
     )
 
 
-def note(notes: dict[str, jax.Array] | None, name: str, value: Any) -> None:
+def note(notes: dict[str, jax.Array] | None, name: str, value: jax.typing.ArrayLike) -> None:
     """Notes a number that is known anyway, if a wrapper reports it."""
     if notes is not None:
         notes[name] = jnp.asarray(value).astype(jnp.float32)
@@ -160,7 +160,7 @@ def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
     return part if share is None else share.number(function, combine, part)
 
 
-def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Any, Stack]]:
+def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Leaf, Stack]]:
     """(number, leaf, where its layers are) of each leaf of a stack of `step_in_backward`."""
     stacks = told().stacks
     leaves = jax.tree_util.tree_leaves_with_path(shapes, is_leaf)

@@ -6,8 +6,8 @@ other tree must be a prefix of it. `None` is a leaf here because a missing gradi
 So is an 8-bit or factored array, because it corresponds to one gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
@@ -15,7 +15,21 @@ import optax
 from jgrad._trees import forms
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 
-Structure = Any  # `jax.tree_util.PyTreeDef`, whose methods have no types
+
+class Structure(Hashable, Protocol):
+    """The structure of a tree: `jax.tree_util.PyTreeDef`, whose methods have no types."""
+
+    num_leaves: int
+    num_nodes: int
+
+    def unflatten(self, leaves: Iterable[Leaf], /) -> PyTree:
+        """A tree of this structure."""
+
+    def flatten_up_to(self, tree: PyTree, /) -> list[PyTree]:
+        """What a tree has in the place of each leaf."""
+
+    def node_data(self) -> tuple[type, Any]:
+        """Of the root, its type and what it holds beside its children."""
 
 
 def is_leaf(x: PyTree) -> bool:
@@ -84,8 +98,7 @@ def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
 
 def is_one_leaf(structure: Structure) -> bool:
     """Whether a tree is a leaf. `treedef_is_leaf` of JAX says so of an empty container, too."""
-    one: bool = structure.num_nodes == structure.num_leaves == 1
-    return one
+    return structure.num_nodes == structure.num_leaves == 1
 
 
 def map_leaves(f: Callable[[Leaf], Leaf], tree: PyTree) -> PyTree:
@@ -211,7 +224,7 @@ def differences(
     return compare(a, b, ())
 
 
-def _static(node: PyTree) -> Any:
+def _static(node: PyTree) -> PyTree:
     """What a node holds beside its children, as the layout of a `Packed`."""
     structure: Structure = jax.tree.structure(node, is_leaf=lambda x: x is not node)
     return structure.node_data()[1]

@@ -51,9 +51,10 @@ def apply_gradients(
       grads: gradients, a tree like the parameters.
       state: the state of `tx`.
       params: parameters.
-      mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of these. Inside `shard_map`, stochastic rounding needs it to use the same
-        random bits as on a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Under `jit` on a mesh with automatic axes,
+        kernels need PartitionSpecs; inside `shard_map`, stochastic rounding does, to use the random
+        bits of a single device.
       extra_args: keyword arguments for `tx.update`.
 
     Returns:

@@ -28,7 +28,7 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     if told().share is not None or sum(x.size for x in arrays) <= host_memory.SLICE:
         return _on_device(init, params)
     state: list[Any] = []
-    form: Structure = None
+    form: Structure = structure
     moves: list[bool] = []
 
     def f(*arrays: jax.Array) -> list[jax.Array]:

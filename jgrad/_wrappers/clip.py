@@ -95,8 +95,9 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest global norm, in [0, inf).
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lars`, so that the norm is that of whole leaves.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, the norm is
+        then that of whole leaves; if some are replicated, see `lars`.
       of: whether the norm of the "current" or of the "previous" step decides.
 
     Returns:
@@ -175,8 +176,9 @@ def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
 
     Args:
       tree: floating or complex leaves; None and arrays of other dtypes are ignored.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lars`, so that the norm is that of whole leaves.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, the norm is
+        then that of whole leaves; if some are replicated, see `lars`.
 
     Returns:
       A scalar in float32, or in float64 if a leaf is.

@@ -377,9 +377,10 @@ def hyperball(
         from the parameters' `jax.ShapeDtypeStruct`s, such as `hidden_matrices()`. Required. None
         and integers are never chosen. A fused leaf, such as one that `muon(split=...)` splits, has
         a single norm.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the matrices of a leaf are
-        sharded, as for `lars`. Don't name axes over which whole layers or experts are sharded. Each
-        set of axes costs one all-reduce.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole matrices. Don't name axes over which whole layers or experts are
+        sharded; a PartitionSpec may have them. Each set of axes costs one all-reduce.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan` or experts,
         each with its own norm: an int, a tuple of ints, None, or a prefix tree of these.
       radius: the norms to keep, in (0, inf), instead of those at `init`: a number, a function of

@@ -96,10 +96,11 @@ def stochastic_rounding(
     Args:
       tx: any transformation. It gets bfloat16 gradients and parameters in float32.
       seed: an int of at least 0; it determines the random bits.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. `tx`
-        uses it as well if it rounds moments stochastically. Without it, each device has its own
-        random bits for leaves that JAX knows to be sharded (`check_vma=True`), and those of the
-        first device for all others.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. PartitionSpecs make the random bits inside
+        `shard_map` those of a single device, also of moments in `tx`. With names in a tree, each
+        device has its own. Without either, that holds for leaves that JAX knows to be sharded
+        (`check_vma=True`); all others have the bits of the first device.
 
     Returns:
       A transformation with state `StochasticState(done, inner)`. `update` needs the parameters.

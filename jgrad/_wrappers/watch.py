@@ -181,9 +181,10 @@ def watch(
         `accumulate` inside, use a multiple of its window, so that you measure calls that close it.
       layer_axes: axes along which a leaf stacks layers, as for `lamb`. Packed trees use those with
         which they were packed.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lamb`. For reports from inside `tx`, these have to be all the axes that `tx` needs, unless
-        `init` also runs inside.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole layers. For reports from inside `tx`, these have to be all the axes that
+        `tx` needs, unless `init` also runs inside.
 
     Returns:
       A transformation with state `WatchState(report, inner)`, whose structure is fixed by `init`.

@@ -19,7 +19,7 @@ from algoperf.workloads.mnist.mnist_jax.workload import MnistWorkload as InJax
 from algoperf.workloads.mnist.mnist_pytorch.workload import MnistWorkload as InTorch
 
 from studies.algoperf import submission as ours
-from tests.support import algoperf_steps
+from tests.pages.examples import algoperf_steps
 
 STEPS = 200
 

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks.accelerators import llama
 from benchmarks.accelerators.program import Program, mesh, on_one_device
-from jgrad._trees import host_memory
+from tests.support.private import host_memory
 
 # Bytes for each element of the largest matrix of a layer: of its slice of the state; and where the
 # state has copies of weights, of its weights.

@@ -2,10 +2,10 @@
 
 import pytest
 
-from jgrad._backward import step_in_backward
+from tests.support.private import forced
 
 
 @pytest.fixture(autouse=True)
 def _in_the_backward_pass():
-    with step_in_backward.forced():
+    with forced():
         yield

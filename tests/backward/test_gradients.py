@@ -13,11 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import FIRST, adam, clipped
 from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
+from tests.support.private import forced
 
 DEVICES = 2
 both_forms = pytest.mark.parametrize("is_forced", [True, False], ids=["backward", "ordinary"])

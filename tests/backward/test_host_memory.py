@@ -11,9 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._backward.step_in_backward import forced
-from jgrad._trees import host_memory
 from tests.backward import models
 from tests.backward.recipes import (
     BF16,
@@ -31,6 +28,7 @@ from tests.support.choice import mostly_slow
 from tests.support.eight_bits import moments
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
+from tests.support.private import forced, host_memory, inner_equations
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."

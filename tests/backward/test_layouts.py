@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.support.other_platforms import as_on
+from tests.support.private import forced
 
 WIDTH, RANK = 4, 2
 BASE = dict.fromkeys(("wq", "wk", "wv"), (WIDTH, WIDTH)) | {"up": (WIDTH, 6), "down": (6, WIDTH)}

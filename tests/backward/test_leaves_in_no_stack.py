@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import FIRST, adam, clipped
+from tests.support.private import forced
 
 
 def params(dtype=jnp.float64):

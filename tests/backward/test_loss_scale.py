@@ -11,10 +11,9 @@ import optax.contrib
 import pytest
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.test_gradients import both_forms
+from tests.support.private import forced, inner_equations
 
 INTERVAL = 2  # after so many steps the scale doubles
 

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.recipes import adam, eight_bits
 from tests.support.errors import assert_error
+from tests.support.private import forced
 
 PARAMS, X = models.params(), models.batch()
 FLAT = {"up": jnp.ones((3, 2)), "last": jnp.ones((3, 2))}

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.models import AXES, LAYERS, assert_equal
 from tests.backward.recipes import NORMS, adam
 from tests.backward.test_messages import call
 from tests.backward.test_xs import jitted
 from tests.support.errors import assert_error
+from tests.support.private import forced
 
 PARAMS, X = models.params(), models.batch()
 OF_LAYERS = jnp.asarray([1e-2, 0.0, 1e-3])

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward.models import ordinary
 from tests.backward.test_gradients import unit
 from tests.backward.test_xs import (
@@ -29,6 +28,7 @@ from tests.backward.test_xs import (
     jitted,
     of_value,
 )
+from tests.support.private import forced
 
 GROUP = 2
 

@@ -12,10 +12,10 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.backward.models import assert_equal
 from tests.backward.recipes import RECIPES, adam, clipped
+from tests.support.private import forced
 
 TOKENS = [models.tokens(seed) for seed in range(3)]
 

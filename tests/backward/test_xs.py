@@ -13,11 +13,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._backward.step_in_backward import forced
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of, place
 from tests.support.other_platforms import as_on
+from tests.support.private import forced, inner_equations
 
 LAYERS, WIDTH, ROWS = 3, 4, 5
 SCAN = jgrad.scan_layers

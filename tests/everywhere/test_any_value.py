@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jgrad
 from tests.support.errors import assert_error
+from tests.support.public import EXPORTED
 
 PARAMS = {"w": jnp.ones((64, 128)), "b": jnp.ones(2)}  # one leaf for 8 bits, one too small for them
 MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
@@ -194,7 +195,7 @@ OTHERS = {
 }
 FUNCTIONS = {
     name: inspect.signature(function).parameters.values()
-    for name in jgrad.__all__
+    for name in EXPORTED
     if inspect.isfunction(function := getattr(jgrad, name))
 }
 FACTORIES = [name for name in FUNCTIONS if name not in OTHERS]
@@ -212,7 +213,18 @@ OPTIONS = [
 def made(name, **options):
     """The transformation of a factory; what a new one needs beside is a row of `NEEDED`."""
     required = [x.name for x in FUNCTIONS[name] if x.default is x.empty or x.name in NEEDED]
+    missing = [x for x in required if x not in NEEDED]
+    row = f'"{name}": functools.partial(jgrad.{name}, ...)'
+    assert not missing, (
+        f"{name} needs {missing}. If it makes a transformation, give them values in NEEDED of "
+        f"{__name__}; if not, it needs a row in OTHERS: {row}, with its required arguments."
+    )
     return getattr(jgrad, name)(**{x: NEEDED[x] for x in required} | options)
+
+
+def test_a_function_without_a_row_is_told_what_it_needs():
+    with pytest.raises(AssertionError, match=r'a row in OTHERS: "adam_update": functools.partial'):
+        made("adam_update")
 
 
 def call(name, options):

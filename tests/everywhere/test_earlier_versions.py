@@ -12,6 +12,7 @@ from tests import golden
 from tests.cases import CASES
 from tests.support.eight_bits import unquantized
 from tests.support.loops import assert_equal
+from tests.support.public import VERSION
 
 FILES = sorted(golden.DATA.glob("states_*.npz"))
 
@@ -83,7 +84,7 @@ def through_orbax(folder, state, like):
 
 
 def test_this_version_has_a_file():
-    assert any(f.stem == f"states_{jgrad.__version__}" for f in FILES)
+    assert any(f.stem == f"states_{VERSION}" for f in FILES)
 
 
 @pytest.mark.slow(always=["lion", "lion_bfloat16", "lars", "lars_bfloat16", "lars_plain",

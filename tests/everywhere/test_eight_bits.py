@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from jgrad._inputs import transformation as forms
 from jgrad._quantized import codec, encoding
 from jgrad._quantized.geometry import Geometry
@@ -40,6 +39,7 @@ from tests.support.eight_bits import (
 )
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, train
+from tests.support.private import forced
 
 # ---- at every scale ----------------------------------------------------------------------------
 

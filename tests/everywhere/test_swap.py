@@ -1,4 +1,4 @@
-"""jgrad in the place of optax, for the tests of others: `tests/clients/swap.py`, `studies/clients.py`.
+"""jgrad in the place of optax, for the tests of others: `tests/pages/clients/swap.py`, `studies/clients.py`.
 
 Of optax's own tests, what is listed here fails, each with its reason, and no other.
 `python -m studies.clients --optax` runs all files. The test here runs those that take seconds.
@@ -12,7 +12,7 @@ import pytest
 
 import jgrad
 from studies import clients
-from tests.clients import swap
+from tests.pages.clients import swap
 from tests.support.loops import train
 
 CALLS = {

@@ -10,12 +10,12 @@ from jax import export
 from jax.interpreters import partial_eval
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._kernels import platforms, tpu
 from jgrad._trees.places import WHOLE
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack
+from tests.support.private import inner_equations
 
 SHAPES = {"w": (24, 512), "odd": (50, 100)}
 

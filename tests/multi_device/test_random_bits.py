@@ -14,11 +14,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._backward import step_in_backward
-from jgrad._kernels import platforms
 from tests.multi_device.meshes import mesh_of, specs_of, varying
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
+from tests.support.private import forced, platforms
 
 SPECS = {
     "rows": P("a"),
@@ -234,7 +233,7 @@ def test_a_layer_in_the_backward_pass():
     def step(tx, params, mesh_axes=None):
         own = {"mesh_axes": mesh_axes, "gradients": lambda g: g}  # of constants: they are complete
         step = jgrad.step_in_backward(tx, loss, **own)
-        with step_in_backward.forced():
+        with forced():
             return step(params, tx.init(params))[0]
 
     expected = jax.device_get(jax.jit(lambda p: step(tx, p))(params))

@@ -1,7 +1,6 @@
 """Sharding rules by path, as EasyLM has them, for a whole state: what docs/devices.md says of them."""
 
 import ast
-import pathlib
 import re
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of
+from tests.support.public import PACKAGE
 
 RULES = [("w./kernel", P("mp", "fsdp")), (".*", P())]
 # Of 256 columns, where blocks lie along rows, and of others, where a leaf is flattened.
@@ -32,7 +32,7 @@ MADE = {
 
 def first_rule():
     """The one of the page."""
-    text = (pathlib.Path(jgrad.__file__).parents[1] / "docs/devices.md").read_text()
+    text = (PACKAGE.parent / "docs/devices.md").read_text()
     pattern = re.search(r'`\((r"[^`]*"), P\(\)\)` first', text)[1]
     return ast.literal_eval(pattern), P()
 

@@ -18,13 +18,13 @@ from jax import export
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._backward import step_in_backward
 from tests.backward import models
 from tests.cases import MASK, RATE, gradients, params
 from tests.multi_device.meshes import mesh_of, place, specs_of
 from tests.support import kernels
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of, train
+from tests.support.private import forced
 from tests.wrappers.test_every_wrapper import WRAPPERS, as_well
 
 STEPS = 5
@@ -184,7 +184,7 @@ def test_lion_in_each_wrapper(make, wrapper):
 def test_lion_in_the_backward_pass(form):
     inside, outside = both(**FORMS[form])
     w, batches = models.params(), [models.batch(seed) for seed in range(2)]
-    with step_in_backward.forced():
+    with forced():
         runs = [
             models.run(jgrad.step_in_backward(tx, models.loss), w, tx.init(w), batches)
             for tx in (inside, outside)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
 from jgrad._quantized import words
-from jgrad._trees import host_memory
 from tests.support.eight_bits import is_blocks, unquantized
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, offloaded, on_device, on_host
+from tests.support.private import host_memory, inner_equations
 from tests.support.states import as_file
 
 pytestmark = pytest.mark.skipif(

@@ -16,13 +16,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks.accelerators import hlo
-from jgrad._backward.step_in_backward import forced
 from jgrad._soap import bases
 from tests.multi_device.meshes import mesh_of
 from tests.reference import optimizers as reference
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, run, step_of, train
 from tests.support.precision import in_64_bits
+from tests.support.private import forced
 
 RATE = 0.05
 soap = functools.partial(jgrad.soap, RATE, matrices=True)

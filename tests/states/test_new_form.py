@@ -14,13 +14,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._backward.step_in_backward import forced
 from jgrad._forms.chosen import ChosenForm
 from jgrad._trees import forms
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of
 from tests.support.errors import assert_error
 from tests.support.memory import kinds
+from tests.support.private import forced
 
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FLOAT8).max)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import jgrad
-from jgrad._quantized import encoding
-from jgrad._quantized.geometry import geometry
 from tests.cases import CASES, METHODS, ONE_EACH, RATE, moments_of
+from tests.support.private import decoded, geometry
 
 _ELEMENTWISE = [case.name for case in CASES if case.elementwise]
 
@@ -89,7 +88,7 @@ def moments(state):
 
 def value(x):
     """The numbers of a moment, in whichever form."""
-    return np.asarray(jax.jit(encoding.decoded)(x) if is_blocks(x) else x)
+    return np.asarray(jax.jit(decoded)(x) if is_blocks(x) else x)
 
 
 def per_element(x, part):

@@ -2,8 +2,7 @@
 
 import jax
 
-from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._trees import forms, host_memory
+from tests.support.private import forms, host_memory, inner_equations
 
 
 def kinds(tree):

@@ -13,12 +13,13 @@ import pytest
 import jgrad
 from jgrad._trees.known_names import LACKING, OPTIONS
 from tests.support.errors import assert_error
+from tests.support.public import EXPORTED
 
 FUNCTIONS = {name: x for name, x in vars(jgrad).items() if inspect.isfunction(x)}
 FACTORIES = {
     name: x
     for name, x in FUNCTIONS.items()
-    if name in jgrad.__all__ and inspect.signature(x).return_annotation.startswith("Transformation")
+    if name in EXPORTED and inspect.signature(x).return_annotation.startswith("Transformation")
 }
 # Names of others that stand for several of ours.
 BOTH = ("betas", "beta2", "weight_dimension_numbers", "muon_weight_dimension_numbers")

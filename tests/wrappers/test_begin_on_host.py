@@ -8,10 +8,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
-from jgrad._arithmetic.elementwise import inner_equations
-from jgrad._trees import host_memory
 from tests.multi_device.meshes import mesh_of, place
 from tests.support.memory import kinds, largest_on_device, offloaded, on_device
+from tests.support.private import host_memory, inner_equations
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."

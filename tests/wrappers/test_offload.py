@@ -11,13 +11,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jgrad
-from jgrad._trees import host_memory
 from tests.backward import models
 from tests.cases import gradients, params
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of, train
 from tests.support.memory import kinds, on_device, on_host
+from tests.support.private import host_memory
 
 ADAMW = jgrad.adam(1e-2, weight_decay=0.1)
 

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from benchmarks.recipes import clipped
-from jgrad._trees.told import telling
 from tests.multi_device.meshes import mesh_of
 from tests.support.loops import assert_equal, compiled, stack, step_of, step_on
+from tests.support.private import telling
 from tests.wrappers.test_hand_over import counting, storing_bytes
 
 NAN, INF = float("nan"), float("inf")

@@ -151,13 +151,6 @@ def test_e44_weights_a_saturated_counter_repeats_its_bits():
     assert_equal(found[2], found[0])
 
 
-def test_moments_are_rounded_with_other_bits():
-    """Weights and second moments in bfloat16 of one leaf and step."""
-    from jgrad._quantized.random_bits import leaf_keys
-
-    assert not np.any(leaf_keys(0, 1, [0]) == leaf_keys(0, 2, [0]))
-
-
 # ---- edge 11: tree = packed ---------------------------------------------------------------------
 
 

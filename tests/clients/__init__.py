@@ -1,4 +1,0 @@
-"""jgrad in libraries that take an optax optimizer, each as its documentation uses one.
-
-`pytest -m clients tests/clients`, in an environment with `pip install ".[test,clients]"`.
-"""

@@ -1,0 +1,1 @@
+"""What pages, examples and other people's programs say, and what stands around the library."""
