@@ -26,6 +26,7 @@ SAME_NUMBERS = "tests/kernels/test_same_numbers.py"
 KERNELS = "tests/kernels/test_kernels.py"
 PLACES = "tests/kernels/test_places.py"
 RANDOM_BITS = "tests/multi_device/test_random_bits.py"
+MESH_AXES = "tests/multi_device/test_mesh_axes.py"
 SURROUNDINGS = "tests/everywhere/test_surroundings.py"
 SKIP = "tests/wrappers/test_skip_nonfinite.py"
 SLICES = "tests/arithmetic/test_slices.py"
@@ -210,7 +211,10 @@ MUTATIONS = [
     # ---- _layers
     Mutation("LayerAxes.within", "layers of a stack are one", "axes.difference(_.stacked)", "axes", "tests/layers"),
     Mutation("layer_axes.of_leaves", "negative axes as they are", "X % len(_)", "X", "tests/layers tests/multi_device/test_layers.py"),
-    Mutation("read_mesh_axes", "a PartitionSpec without its tuples", "[X for Y in Z for X in Y if W]", "[X for Y in Z for X in Y[:1] if W]", "tests/layers"),
+    Mutation("axes_of_spec", "a PartitionSpec without its tuples", "tuple(X for X in part if _)", "tuple(name for name in part[:1] if name is not None)", "tests/layers"),
+    Mutation("Placement.within", "layers of other devices are one", "axis not in stacked", "True", MESH_AXES + " -k of_their_own"),
+    Mutation("read_leaves", "axes by path are a function", "trees.opened(tree)", "tree", MESH_AXES + " -k shard_map"),
+    Mutation("layer_axes.existing", "axes of a mesh do not exist under jit", "name not in known", "True", MESH_AXES + " -k under_jit"),
     Mutation("SquareRange.unit", "sums that overflowed are not scaled", "jnp.where(_ == jnp.inf, _, X)", "X", NORMS),
     Mutation("SquareRange.unit", "tiny sums are scaled once", "X < _.tiny", "X < 0", NORMS),
     Mutation("_norms", "norms are never rescaled", "jax.lax.cond(X, Y, Z)", "jax.lax.cond(X & False, Y, Z)", NORMS),
@@ -224,7 +228,7 @@ MUTATIONS = [
     Mutation("ScaledNorm.value", "an infinite norm counts as finite", "jnp.where(_.mantissa == jnp.inf, _.mantissa, X)", "X", NORMS),
     Mutation("in_batches", "batches of other mesh axes are joined", "X or _.devices != _.devices", "X", DEVICES + "/test_layers.py"),
     Mutation("as_typed", "copies count once per device", "{*_} & {*_}", "set()", DEVICES + "/test_layers.py -k one_name"),
-    Mutation("as_typed", "a type has the last word on an entry of a tree", "_.of_all and _", "True", DEVICES + "/test_layers.py -k constants"),
+    Mutation("is_for_many", "a type has the last word on an entry of a tree", "bool(_) and _.of_all and _", "bool(leaves)", DEVICES + "/test_layers.py -k constants"),
     Mutation("invariant_axes", "asking types writes operations", "jax.eval_shape(X)", "X()", DEVICES + "/test_layers.py -k asking"),
     Mutation("norms._spans", "replicas and shards have one condition", "_.varying != _.varying", "False", SURROUNDINGS + " -k vmap"),
     Mutation("norms._alike", "what a choice reads varies otherwise", "varying_over(X, _)", "X", DEVICES + "/test_layers.py -k constant"),
@@ -294,7 +298,6 @@ MUTATIONS = [
     Mutation("floating_dtype", "moments in float16", "jnp.finfo(_).maxexp < X", "False", MESSAGES),
     Mutation("floating_dtype", "an array names its dtype", "isinstance(_, (str, type, np.dtype))", "True", MESSAGES),
     Mutation("may_be_function", "a class is a schedule", "isinstance(_, type)", "False", MESSAGES),
-    Mutation("factory.shardings", "names of mesh axes say which axis is sharded", "checks.shardings(_, _, _)", "None", MESSAGES),
     Mutation("refuse_option", "a number of another method passes", "name in KEYWORDS", "False", MESSAGES),
     Mutation("say_if_lost", "nothing is said of float8", "_.itemsize == 1", "False", "tests/everywhere/test_eight_bits.py -k float8"),
     Mutation("options._numbers_of", "a schedule sees the next step", "called(_, _, _, lambda: _.done)", "called(inputs, name, option, lambda: step.number)", MATRIX),
@@ -342,7 +345,6 @@ MUTATIONS = [
     Mutation("adafactor._beta2", "adafactor: no bound for beta2", "jnp.maximum(X, _)", "X", ADAFACTOR + " -k reference"),
     Mutation("adafactor._by_bounded_factors", "adafactor: PyTorch's bound for v", "jnp.minimum(X, _)", "X", ADAFACTOR + " -k torch"),
     Mutation("adafactor._matrices", "adafactor: every matrix is factored", "min(_) < chosen['min_side']", "False", ADAFACTOR + " -k factored"),
-    Mutation("adafactor._layers", "adafactor: layers of all devices are one", "X not in itertools.chain(_)", "True", DEVICES + "/test_adafactor.py -k shard_map"),
     Mutation("lars._ratio", "no decay in the denominator", "X + _ * _", "X", MATRIX),
     Mutation("lars", "the rate outside of the momentum", "X if has_rate else ()", "() if has_rate else X", MATRIX),
     Mutation("_scaled", "Ivy's rule with decay", "scaled_by_trust_ratio(X, Y, Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", "scaled_by_trust_ratio(X, [x and (rules.add_scaled, (*x[1], w, d)) for x, w, d in zip_leaves(Y, X, lars.weight_decay)], Y, ratio=_ivy_ratio, numbers=Z, layers=W, rates=V, scale=U, run=T)", MATRIX),
@@ -376,10 +378,11 @@ MUTATIONS = [
     Mutation("random_keys.element_keys", "devices round by one stream", "X + mixed(_)", "X", RANDOM_BITS + " -k nobody"),
     Mutation("_keys_of_leaf", "a layer begins where one of the size of its shard would", "(*shape, *counts)", "shape", RANDOM_BITS + " -k backward"),
     Mutation("BufferSpec.row_keys", "rows of a packed leaf begin at 0 on each device", "X + _ * sizes", "X", RANDOM_BITS + " -k packed"),
-    Mutation("read_mesh_axes", "random bits: names pass for PartitionSpecs", "names or X", "True or X", RANDOM_BITS + " -k too_little"),
+    Mutation("places_by_option", "names in a tree do not part random bits", "not sharding or _", "True", MESH_AXES + " -k bits_of"),
+    Mutation("places_by_option", "one name for all parts the bits of copies", "not sharding or _", "not sharding", MESH_AXES + " -k bits_of"),
     Mutation("places_by_option", "a leaf that is on all devices counts as sharded", "X.difference(invariant_axes(*_))", "X", RANDOM_BITS + " -k one_spec"),
     # ---- _kernels
-    Mutation("on_shards", "a shard counts its elements from 0", "place.index_of(axis) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
+    Mutation("on_shards", "a shard counts its elements from 0", "shard_index(_, _) * X", "jnp.zeros((), jnp.int32) * X", PLACES),
     Mutation("TileRounding.bits", "elements of a kernel are counted in other strides", "whole.strides(_)[axis]", "whole.strides(_)[axis - 1]", SAME_NUMBERS),
     Mutation("Part.strides", "elements of a shard are counted in the strides of the shard", "map(operator.mul, X, _)", "X", RANDOM_BITS + " -k both"),
     Mutation("Part.first", "a shard counts its random bits from 0", "X + _ * _", "X", RANDOM_BITS + " -k both"),
@@ -613,7 +616,7 @@ MUTATIONS = [
     Mutation("matrix_options._runs", "split: sizes that do not add up", "sum(_) != outputs", "False", SPLIT),
     Mutation("matrix_options._runs", "split: heads that do not divide", "outputs % size", "0", SPLIT),
     Mutation("matrix_options._runs", "split: a slice for each of equal blocks", "itertools.groupby(X)", "[(size, [size]) for size in X]", SPLIT),
-    Mutation("matrix_options._runs", "split: sizes of a device's part", "X.in_shard_map.whole", "X", DEVICES + "/test_muon.py"),
+    Mutation("matrix_options._runs", "split: sizes of a device's part", "X.whole", "X", DEVICES + "/test_muon.py"),
     Mutation("matrix_axes.pieces", "split: equal blocks are one matrix", "X == -1 or X in axes.stacked", "X in axes.stacked", SPLIT),
     Mutation("matrix_axes._views", "split: outputs in the order of axes", "(*_[:_], *_.outputs, *_[_:])", "tuple(range(len(axes.shape)))", SPLIT),
     Mutation("matrix_axes.sums", "split: NorMuon's norm of the whole leaf", "not _.blocks", "True", SPLIT),

@@ -31,7 +31,7 @@ OF_FACTORY = {
     "loss": ({"loss": 3}, TypeError, "`loss`: 3 of type int, expected a function."),
     "gradients": ({"gradients": 3}, TypeError, "`gradients`: 3 of type int, expected a function of gradients."),
     "mesh_axes": ({"mesh_axes": 3}, TypeError,
-     "`mesh_axes`: 3 of type int, expected None or a PartitionSpec, which says which axis of a leaf is sharded."),
+     "`mesh_axes`: 3 of type int, expected None, an axis name, a tuple of names, or a PartitionSpec."),
 }  # fmt: skip
 
 

@@ -156,11 +156,6 @@ TRANSFORMATIONS = [
       for dtype, x in (("float32", jnp.float32(0.9)), ("float64", np.float64("nan")), ("float32", np.array(0.9, np.float32)))),
     (TypeError, "muon: `compute_dtype`: an array of float32 and shape (3,), expected None, or a real floating dtype such as "
      "bfloat16.", lambda: jgrad.muon(0.1, matrices=True, adam_learning_rate=0.1, compute_dtype=X)),
-    *((TypeError, f"{name}: `mesh_axes`: {axes!r} of type str, expected None, or a PartitionSpec, which says which axes are "
-       "sharded.", lambda make=make, axes=axes: make(mesh_axes=axes)) for axes in ("x", "8bit") for name, make in (
-        ("adam", functools.partial(jgrad.adam, 0.1)), ("scale_by_adam", jgrad.scale_by_adam),
-        ("lion", functools.partial(jgrad.lion, 0.1)), ("gradient_descent", functools.partial(jgrad.gradient_descent, 0.1)),
-        ("<lambda>", functools.partial(jgrad.optimizer_of_leaf(lambda g: g), 0.1)))),
     # A class makes an object, and is no schedule.
     (TypeError, "adam: `learning_rate`: <class 'jax.numpy.float16'> of type _ScalarMeta, expected a real array or a number.",
      lambda: jgrad.adam(jnp.float16)),

@@ -94,16 +94,16 @@ def lamb(w, **options):
         (ValueError, "lamb: `layer_axes` does not have the structure of `params`: only `params` has ['b'].",
          lambda: lamb(W, layer_axes={"a": 0})),
         (ValueError, "lamb: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-         "under `jit` norms are of whole leaves.", lambda: lamb(W, mesh_axes="data")),
+         "under `jit` leaves are whole.", lambda: lamb(W, mesh_axes="data")),
         (ValueError, "lamb_update: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and "
-         "`pmap`; under `jit` norms are of whole leaves.",
+         "`pmap`; under `jit` leaves are whole.",
          lambda: jgrad.lamb_update(W, W, 0.1, W, W, 1, mesh_axes={"a": "data", "b": None})),
         (ValueError, "lars_update: `layer_axes` at ['a']: 2, expected different axes of an array of shape (4, 3).",
          lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": 2, "b": None})),
         (ValueError, "lars_update: `layer_axes` does not have the structure of `w`: `layer_axes` has a dict at ['a'] "
          "where `w` has a leaf.", lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": {"x": 0}, "b": None})),
         (ValueError, "global_norm: `mesh_axes`: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-         "under `jit` norms are of whole leaves.", lambda: jgrad.global_norm(jnp.ones(3), mesh_axes="data")),
+         "under `jit` leaves are whole.", lambda: jgrad.global_norm(jnp.ones(3), mesh_axes="data")),
     ],
 )  # fmt: skip
 def test_messages(error, message, call):

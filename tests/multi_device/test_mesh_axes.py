@@ -279,7 +279,7 @@ def test_one_text(name):
     elsewhere = (
         "mesh_axes: see `",
         "mesh_axes: as for `",
-        "are those of `lion`",
+        "`full_precision` as in `lion`",
         "Source: as `muon`",
     )
     assert any(text in words for text in (TEXT, *elsewhere))

@@ -189,7 +189,7 @@ MESSAGES = [
      "fits the choice of leaves for which `init` made it.",
      lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
     (ValueError, "muon: `mesh_axes` at ['w']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-     "under `jit` matrices are of whole leaves.",
+     "under `jit` leaves are whole.",
      lambda: one_step(muon(matrices=MATRIX, mesh_axes={"w": PartitionSpec("data"), "b": None}))),
     (TypeError, "muon: `coefficients`: ((2j, -1.5, 0.5),) of type tuple, expected one of "
      f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",

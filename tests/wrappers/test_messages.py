@@ -187,7 +187,7 @@ MESSAGES = [
     (TypeError, "accumulate: `state`: WeightedAccumulateState, expected the AccumulateState that this `accumulate` "
      "made with `init`.", lambda: update(window, state=weigh.init(W))),
     (ValueError, "clip_by_global_norm: `mesh_axes` at ['layer_3']['b']: no axis 'data' here; `mesh_axes` is for "
-     "`shard_map` and `pmap`; under `jit` norms are of whole leaves.", lambda: update(clip(1.0, mesh_axes="data"))),
+     "`shard_map` and `pmap`; under `jit` leaves are whole.", lambda: update(clip(1.0, mesh_axes="data"))),
     (ValueError, "clip_by_global_norm: `mesh_axes` does not have the structure of `updates`: only `mesh_axes` has "
      "['a']; only `updates` has ['layer_3'].", lambda: update(clip(1.0, mesh_axes={"a": None}))),
     (TypeError, "clip_by_global_norm: `updates` at ['layer_3']['b']: 'abc' of type str, expected an array or a "
