@@ -17,25 +17,37 @@ FOLDER = pathlib.Path(__file__).parents[1] / "colabs"
 # What is in the notebook, once, and what stands in its place here.
 FEWER = {
     "language_model": {
-        "STEPS, WINDOWS, LENGTH = 200,": "STEPS, WINDOWS, LENGTH = 20,",
+        "STEPS, WINDOWS, LENGTH = 200,": "STEPS, WINDOWS, LENGTH = 10,",
+        "(0.25, 0.5, 1.0, 2.0)": "(0.5, 1.0)",
         "SEEDS = (1, 2, 3)": "SEEDS = (1, 2)",
         "ROUNDS = 30": "ROUNDS = 2",
     },
     "memory": {
-        "steps=330, rate=0.001, seeds=10": "steps=24, rate=0.001, seeds=2",
-        "steps=200,": "steps=24,",
+        "steps=330, rate=0.001, seeds=10": "steps=24, rate=0.001, seeds=1",
+        "steps=200,": "steps=12,",
     },
     "large_batches": {
-        "EPOCHS = 32": "EPOCHS = 8",
+        "EPOCHS = 32": "EPOCHS = 4",
         "SEEDS = np.arange(5)": "SEEDS = np.arange(2)",
         "COUNT = 8 ": "COUNT = 2 ",
     },
+    "learning_the_learning_rate": {
+        "starts = trainings(seed=0, number=4)": "starts = trainings(seed=0, number=2)",
+        "jnp.logspace(-4.5, 1, 67)": "jnp.logspace(-4.5, 1, 12)",
+        "hypers, steps=40)": "hypers, steps=10)",
+        "seed=1, number=20": "seed=1, number=4",
+    },
+    "packed_training": {"batches(300)": "batches(30)", "rounds=11, calls=8": "rounds=2, calls=2"},
+    "scaling_out": {
+        "(epochs), 150": "(epochs), 30",
+        "data[:100], data[100:]": "data[:20], data[20:]",
+        "np.array([1, 2, 4, 8])": "np.array([1, 8])",
+    },
     "soap_for_equations": {
-        "(1, 32, 32, 32, 1), 4000": "(1, 32, 32, 32, 1), 400",
-        "(2, 32, 32, 32, 1), 2000,": "(2, 32, 32, 32, 1), 200,",
+        "(1, 32, 32, 32, 1), 4000": "(1, 32, 32, 32, 1), 80",
+        "(2, 32, 32, 32, 1), 2000,": "(2, 32, 32, 32, 1), 80,",
         "(0.002, 0.008, 0.032, 0.128)": "(0.008, 0.032)",
     },
-    "packed_training": {"batches(300)": "batches(30)", "rounds=11": "rounds=2"},
 }
 
 

@@ -5,7 +5,7 @@
     python -m tests.mutations --near             # by the nearest tests alone: quick
     python -m tests.mutations --table            # runs nothing: what is broken, and how
 
-Each mutation of `tests/mutation_list.py` is applied to a copy of the tree. The tests nearest to it
+Each mutation of `tests/data/mutations.txt` is applied to a copy of the tree. The tests nearest to it
 run first, and the whole suite only if they pass. Prints a table: which test was the first to fail.
 """
 
@@ -20,10 +20,43 @@ import sys
 import tempfile
 from typing import NamedTuple
 
-from tests.mutation_list import MUTATIONS, Mutation
 from tests.support import edits
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """An edit of one place of the library.
+
+    Attributes:
+      place: the name of a function, class or constant.
+      name: what is broken.
+      old: the pattern of what is replaced.
+      new: the broken text.
+      near: arguments of pytest, the tests that are run first.
+    """
+
+    place: str
+    name: str
+    old: str
+    new: str
+    near: str
+
+
+def _read() -> list[Mutation]:
+    """Of each line of the data; those of another kind name what follows."""
+    names: dict[str, str] = {}
+    found = []
+    for line in (ROOT / "tests/data/mutations.txt").read_text().splitlines():
+        if line.startswith("    Mutation("):
+            found.append(eval(line.strip().removesuffix(","), {"Mutation": Mutation} | names))
+        elif " = " in line and not line.lstrip().startswith("#"):
+            name, _, value = line.strip().partition(" = ")
+            names[name] = value.strip('"')
+    return found
+
+
+MUTATIONS = _read()
 
 
 class Outcome(NamedTuple):

@@ -4,7 +4,7 @@
     python -m tests.near jgrad/_optimizers/adam.py        # of these files
     python -m tests.near jgrad/_optimizers/adam.py -x     # other arguments are pytest's
 
-Of a file of `jgrad/` they are the tests that kill its mutations (`tests/mutation_list.py`) and those
+Of a file of `jgrad/` they are the tests that kill its mutations (`tests/data/mutations.txt`) and those
 that have its name; of a file of tests itself; of other files those of texts. Those of the house, as
 imports and lengths, are always among them; where methods are made, those that ask for their parts.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
-from tests.mutation_list import MUTATIONS
+from tests.mutations import MUTATIONS
 from tests.support import edits
 
 ROOT = pathlib.Path(__file__).parents[1]

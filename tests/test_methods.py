@@ -15,7 +15,7 @@ import pytest
 import jgrad
 from tests.cases import CASES, METHODS
 from tests.golden import FORMS, TRANSFORMATIONS
-from tests.mutation_list import MUTATIONS
+from tests.mutations import MUTATIONS
 from tests.reference import optimizers as reference
 from tests.support import edits
 from tests.support.eight_bits import EACH, MAKES

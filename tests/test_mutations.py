@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tests.mutation_list import MUTATIONS
-from tests.mutations import ROOT
+from tests.mutations import MUTATIONS, ROOT
 from tests.support import edits
 from tests.support.errors import assert_error
 

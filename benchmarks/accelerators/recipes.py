@@ -1,6 +1,6 @@
 """What is compiled: optimizers with their wrappers, beside the nearest in optax, on several models.
 
-`tests/accelerators/limits.py` says what each may cost.
+`benchmarks/accelerators/limits.py` says what each may cost.
 """
 
 import functools

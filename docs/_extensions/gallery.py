@@ -64,13 +64,13 @@ CARD = """\
 :::{{grid-item-card}} {title}
 :link: {name}
 :link-type: doc
-:img-top: {name}.png
+:img-top: {image}
 :class-img-top: thumbnail
 
 {sentence}
 :::
 """
-WITHOUT_IMAGE = re.sub(r"^:.*img-top:.*\n", "", CARD, flags=re.MULTILINE)
+PICTURES = "/_static/cards/{}.svg"  # of programs: `python -m benchmarks.drawings`
 
 
 def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
@@ -83,23 +83,25 @@ def introduction(notebook: dict[str, Any]) -> tuple[str, str]:
 def script(name: str, file: pathlib.Path) -> str:
     """The card of a script: its name, and the first line of its docstring."""
     sentence = repository.introduction(file.read_text())
-    return WITHOUT_IMAGE.format(name=name, title=f"`{file.name}`", sentence=sentence)
+    image = PICTURES.format(file.stem)
+    return CARD.format(name=name, title=f"`{file.name}`", sentence=sentence, image=image)
 
 
 def program(name: str) -> str:
     """Writes the page of a whole program; its card."""
     page = trainings.page(name)
     (GALLERY / f"{name}.md").write_text(page.text)
-    return WITHOUT_IMAGE.format(name=name, title=page.title, sentence=page.sentence)
+    image = PICTURES.format(name)
+    return CARD.format(name=name, title=page.title, sentence=page.sentence, image=image)
 
 
-def thumbnail(notebook: dict[str, Any]) -> bytes | None:
-    """The first panel of the first image among the outputs."""
+def thumbnail(notebook: dict[str, Any]) -> bytes:
+    """The first panel of the first image among the outputs, which every notebook has."""
     for cell in notebook["cells"]:
         for output in cell.get("outputs", ()):
             if "image/png" in output.get("data", {}):
                 return panels.first(base64.b64decode("".join(output["data"]["image/png"])))
-    return None
+    raise ValueError(f"no image: {introduction(notebook)[0]}")
 
 
 def write(app: Sphinx) -> None:
@@ -114,11 +116,8 @@ def write(app: Sphinx) -> None:
         shutil.copy2(file, GALLERY)
         notebook = json.loads(file.read_text())
         title, sentence = introduction(notebook)
-        image = thumbnail(notebook)
-        if image:
-            (GALLERY / f"{name}.png").write_bytes(image)
-        form = CARD if image else WITHOUT_IMAGE
-        cards.append(form.format(name=name, title=title, sentence=sentence))
+        (GALLERY / f"{name}.png").write_bytes(thumbnail(notebook))
+        cards.append(CARD.format(name=name, title=title, sentence=sentence, image=f"{name}.png"))
     scripts = {f"/{repository.page(x)}".removesuffix(".md"): x for x in repository.scripts()}
     listings = [f"{x.name} <{page}>" for page, x in scripts.items()]
     page = PAGE.format(

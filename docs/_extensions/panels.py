@@ -1,4 +1,4 @@
-"""One panel of a plot of several: what a card has room for."""
+"""One panel of a plot of several, without its legend: what a card has room for."""
 
 import io
 from collections.abc import Iterator
@@ -6,8 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image
 
-DARK = 100  # the lightest grey of a frame
+DARK = 100  # the lightest grey of an axis
+EDGE = 200, 222  # the greys of a legend's edge; lines of a grid are lighter
+MARGIN = 6  # of the round corners of a legend, in pixels
+TICK = 6  # how far a mark stands out of an axis, in pixels
 SHARE = 0.12  # of the image, at least, in each direction
+
+
+def least(image: Image.Image) -> tuple[int, int]:
+    """The width and the height of what counts."""
+    return int(SHARE * image.width), int(SHARE * image.height)
 
 
 def runs(row: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
@@ -16,6 +24,15 @@ def runs(row: np.ndarray, least: int) -> Iterator[tuple[int, int]]:
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         if end - start >= least:
             yield int(start), int(end)
+
+
+def axes(is_line: np.ndarray, width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
+    """Left, top, right and bottom of what is right of one axis and above another."""
+    for left in range(is_line.shape[1]):
+        for top, bottom in runs(is_line[:, left], height):
+            for start, right in runs(is_line[bottom - 1], width):
+                if left - TICK <= start <= left:
+                    yield left, top, right, bottom
 
 
 def boxes(is_line: np.ndarray, width: int, height: int) -> Iterator[tuple[int, int, int, int]]:
@@ -29,13 +46,16 @@ def boxes(is_line: np.ndarray, width: int, height: int) -> Iterator[tuple[int, i
 
 
 def first(png: bytes) -> bytes:
-    """Inside the frame of the first panel, or all of an image without frames."""
+    """Inside the axes of the first panel, or all of an image without axes."""
     image = Image.open(io.BytesIO(png)).convert("RGB")
-    grey = np.asarray(image.convert("L"))
-    least = int(SHARE * image.width), int(SHARE * image.height)
-    panel = next(boxes(grey < DARK, *least), None)
+    panel = next(axes(np.asarray(image.convert("L")) < DARK, *least(image)), None)
     if panel:
         image = image.crop(panel)
+    grey, (low, high) = np.asarray(image.convert("L")), EDGE
+    legend = next(boxes((grey > low) & (grey < high), *least(image)), None)
+    if legend:
+        left, top, right, bottom = legend
+        image.paste("white", (left - MARGIN, top, right + MARGIN, bottom))
     found = io.BytesIO()
     image.save(found, "PNG")
     return found.getvalue()

@@ -86,8 +86,10 @@ def check_zero(
         results = function(*zeros, *(jnp.asarray(x, jnp.float32) for x in numbers))
         if any(isinstance(x, jax.core.Tracer) for x in results):
             return
-        found = [float(jnp.max(abs(x))) for x in results]
-    for what, x in zip(("the direction", *(f"the new `{x}`" for x in moments)), found, strict=True):
+        largest = [float(jnp.max(abs(x))) for x in results]
+    for what, x in zip(
+        ("the direction", *(f"the new `{x}`" for x in moments)), largest, strict=True
+    ):
         if x != 0:
             where = "where gradient and moments are zero"
             expected = "zeros there, since the padding of buffers is zero and has to stay zero"
@@ -153,6 +155,6 @@ def inner_equations(
 
 def programs(equation: Equation) -> list[Program]:
     """Those in an operation."""
-    found = jax.tree.leaves(list(equation.params.values()))
-    inner: Iterator[Any] = (getattr(x, "jaxpr", x) for x in found)  # of a closed program, that
+    parameters = jax.tree.leaves(list(equation.params.values()))
+    inner: Iterator[Any] = (getattr(x, "jaxpr", x) for x in parameters)  # of a closed program, that
     return [x for x in inner if hasattr(x, "eqns")]

@@ -70,7 +70,7 @@ class LeafMoment(Moments):
         It is stored in the form of the old one, which stays where the update is not committed. The
         rule is elementwise, and may be called twice.
         """
-        if (form := forms.of(self.old)) is not None:
+        if (form := forms.find(self.old)) is not None:
             return form.write(self, rule, args)
         exact = rule(*args)
         if self.flag is not None:
@@ -100,7 +100,7 @@ def written(moments: Sequence[Moments]) -> list[Leaf]:
 
 def is_rounded(moment: Leaf) -> bool:
     """Whether it is rounded at random when it is stored."""
-    if (form := forms.of(moment)) is not None:
+    if (form := forms.find(moment)) is not None:
         return form.is_rounded
     return moment is not None and bool(moment.dtype == jnp.bfloat16)
 

@@ -80,7 +80,7 @@ def on_leaf(arrays: int) -> Callable[[Function], Function]:
 
 
 def _array(x: Leaf) -> jax.Array:
-    form = forms.of(x)
+    form = forms.find(x)
     return x if form is None else form.array(x)
 
 
@@ -123,15 +123,15 @@ def run(calls: Sequence[Call | None]) -> list[PyTree]:
         arrays = list(map(leaves.__getitem__, dict.fromkeys(positions)))
         alike[f, structure, positions, *map(_kind, arrays)].append((i, arrays))
     lists = [arrays for members in alike.values() for _, arrays in members]
-    if found := {
+    if numpy_arrays := {
         id(x): x for arrays in lists for x in arrays if isinstance(x, np.ndarray) and x.ndim
     }:
-        _put_apart(lists, found)
+        _put_apart(lists, numpy_arrays)
     for (f, structure, positions, *_), members in alike.items():
         for start in range(0, len(members), _TOGETHER):
-            indices, of_leaves = zip(*members[start : start + _TOGETHER], strict=True)
+            indices, arrays_of_each = zip(*members[start : start + _TOGETHER], strict=True)
             together, shared = [], []
-            for column in zip(*of_leaves, strict=True):
+            for column in zip(*arrays_of_each, strict=True):
                 shared.append(len(set(map(id, column))) == 1)
                 together.append(column[0] if shared[-1] else column)
             options = {
@@ -148,14 +148,14 @@ def run(calls: Sequence[Call | None]) -> list[PyTree]:
     return results
 
 
-def _put_apart(lists: list[list[Leaf]], found: dict[int, np.ndarray]) -> None:
+def _put_apart(lists: list[list[Leaf]], numpy_arrays: dict[int, np.ndarray]) -> None:
     """Replaces NumPy's arrays by constants of a program of their own, if something is traced.
 
     JAX keeps a trace for ever that has such constants and then fails (checked in JAX 0.8 to 0.12).
     """
     if any(isinstance(x, jax.core.Tracer) for arrays in lists for x in arrays):
-        constants = jax.jit(lambda: list(map(jnp.asarray, found.values())))()
-        known = dict(zip(found, constants, strict=True))
+        constants = jax.jit(lambda: list(map(jnp.asarray, numpy_arrays.values())))()
+        known = dict(zip(numpy_arrays, constants, strict=True))
         for arrays in lists:
             arrays[:] = [known.get(id(x), x) for x in arrays]
 

@@ -108,12 +108,12 @@ def positive(x: jax.Array) -> jax.Array:
     return jnp.maximum(x, jnp.finfo(x.dtype).tiny)
 
 
-def saturated(x: jax.Array, *of: jax.Array) -> jax.Array:
-    """`x`, or the largest number of its sign where it overflowed from finite values of `of`."""
+def saturated(x: jax.Array, *sources: jax.Array) -> jax.Array:
+    """`x`, or the largest number of its sign where it overflowed from finite `sources`."""
     if jnp.iscomplexobj(x):
-        parts = (saturated(part(x), *(part(y) for y in of)) for part in (jnp.real, jnp.imag))
+        parts = (saturated(part(x), *(part(y) for y in sources)) for part in (jnp.real, jnp.imag))
         return jax.lax.complex(*parts)
-    finite = functools.reduce(operator.and_, map(jnp.isfinite, of))
+    finite = functools.reduce(operator.and_, map(jnp.isfinite, sources))
     return jnp.where(finite, clipped(x, float(jnp.finfo(x.dtype).max)), x)
 
 
@@ -234,8 +234,8 @@ def zeros_like(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
         and jax.sharding.get_abstract_mesh().empty
         and x.aval.memory_space == jax.memory.Space.Device
     ):
-        of_numpy = np.zeros(x.shape, zero.dtype)
-        return jax.device_put(of_numpy, x.sharding if x.committed else None)
+        in_numpy = np.zeros(x.shape, zero.dtype)
+        return jax.device_put(in_numpy, x.sharding if x.committed else None)
     zeros = jnp.where(x == x, zero, zero)
     # As of 0.12, JAX gives a choice between constants their type, whatever chooses.
     is_typed = jax.typeof(zeros).sharding.spec == jax.typeof(x).sharding.spec

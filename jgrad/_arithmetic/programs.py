@@ -78,5 +78,7 @@ class ClosedProgram(Protocol):
 
     jaxpr: Program
     consts: Sequence[jax.Array]
-    in_avals: Sequence[ArrayType]
-    out_avals: Sequence[ArrayType]
+
+    @property
+    def out_avals(self) -> Sequence[ArrayType]:
+        """The types of its results."""

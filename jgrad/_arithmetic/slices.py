@@ -40,8 +40,8 @@ class Pruned:
 
     def __call__(self, *inputs: jax.Array) -> list[jax.Array]:
         """The variables, of these inputs."""
-        found: list[jax.Array] = core.eval_jaxpr(self._program, self._constants, *inputs)
-        return found
+        results: list[jax.Array] = core.eval_jaxpr(self._program, self._constants, *inputs)
+        return results
 
 
 class _Operation(NamedTuple):
@@ -49,14 +49,14 @@ class _Operation(NamedTuple):
 
     Attributes:
       result: the variable of which it makes a slice.
-      of_slices: the operands of which it needs a slice.
-      of_whole: those that it needs as they are, some of them literals.
+      sliced_operands: the operands of which it needs a slice.
+      whole_operands: those that it needs as they are, some of them literals.
       run: computes it of both.
     """
 
     result: Atom
-    of_slices: list[Atom]
-    of_whole: list[Atom]
+    sliced_operands: list[Atom]
+    whole_operands: list[Atom]
     run: Callable[[list[jax.Array], list[jax.Array | np.ndarray]], jax.Array]
 
 
@@ -93,8 +93,8 @@ class SlicedResult:
                     operation = _operation(eqn, i, count)
                     self._operations.insert(0, operation)
                     del sliced[out]
-                    sliced |= dict.fromkeys(operation.of_slices)
-                    whole |= dict.fromkeys(x for x in operation.of_whole if _is_variable(x))
+                    sliced |= dict.fromkeys(operation.sliced_operands)
+                    whole |= dict.fromkeys(x for x in operation.whole_operands if _is_variable(x))
         positions = {x: i for i, x in enumerate(closed.jaxpr.invars)}
         if not positions.keys() >= sliced.keys():
             raise Unknown
@@ -103,12 +103,12 @@ class SlicedResult:
 
     def one(self, slices: Sequence[jax.Array], whole: Sequence[jax.Array]) -> jax.Array:
         """A slice, of the same slices of `inputs`, and of what `whole` computes."""
-        made = dict(zip(self._sliced, slices, strict=True))
+        sliced = dict(zip(self._sliced, slices, strict=True))
         others = dict(zip(self._whole, whole, strict=True))
-        for result, of_slices, of_whole, run in self._operations:
-            needed = [others[x] if _is_variable(x) else x.val for x in of_whole]
-            made[result] = run([made[x] for x in of_slices], needed)
-        return made[self._result]
+        for result, sliced_operands, whole_operands, run in self._operations:
+            needed = [others[x] if _is_variable(x) else x.val for x in whole_operands]
+            sliced[result] = run([sliced[x] for x in sliced_operands], needed)
+        return sliced[self._result]
 
 
 def _is_variable(x: Atom) -> bool:
@@ -134,9 +134,9 @@ def _operation(eqn: Equation, i: int, count: int) -> _Operation:
     needed = list(zip(operands, _needs_slices(eqn, count), strict=True))
     return _Operation(
         out,
-        [x for x, of_slice in needed if of_slice],
-        [x for x, of_slice in needed if not of_slice],
-        functools.partial(_bound, eqn, [of_slice for _, of_slice in needed], count),
+        [x for x, is_sliced in needed if is_sliced],
+        [x for x, is_sliced in needed if not is_sliced],
+        functools.partial(_bound, eqn, [is_sliced for _, is_sliced in needed], count),
     )
 
 
@@ -166,10 +166,10 @@ def _bound(
     whole: list[jax.Array | np.ndarray],
 ) -> jax.Array:
     """An operation, on slices of some operands."""
-    given = {True: iter(slices), False: iter(whole)}
+    operands = {True: iter(slices), False: iter(whole)}
     params = dict(eqn.params)
     if name := _ROWS.get(eqn.primitive.name):
         params[name] = (eqn.outvars[0].aval.shape[0] // count, *params[name][1:])
     with eqn.ctx.manager:
-        made: jax.Array = eqn.primitive.bind(*(next(given[x]) for x in needs_slices), **params)
-    return made
+        result: jax.Array = eqn.primitive.bind(*(next(operands[x]) for x in needs_slices), **params)
+    return result

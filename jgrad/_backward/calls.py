@@ -72,14 +72,14 @@ def check_call(
         raise TypeError(f"{_NAME}: `{name}`: a keyword that `tx` does not read, {expected}.")
 
 
-def _argument_names(function: Callable[..., object], given: int) -> set[str]:
+def _argument_names(function: Callable[..., object], count: int) -> set[str]:
     """Names of a function's arguments behind those given already, as far as Python knows them."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return set()
     by_position = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
-    named = [x for x in parameters if x not in by_position[:given]]
+    named = [x for x in parameters if x not in by_position[:count]]
     return {x.name for x in named if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)}
 
 
@@ -92,23 +92,23 @@ def _unread(
     keywords: Mapping[str, PyTree],
 ) -> list[str]:
     """Those that an update does not read: a transformation hands on what it does not know."""
-    given = {name: keywords[name] for name in names}
+    traced = {name: keywords[name] for name in names}
 
-    def update(given: dict[str, PyTree]) -> PyTree:
-        w, of_w = host_memory.to_device((params, state))
+    def update(traced: dict[str, PyTree]) -> PyTree:
+        w, state_here = host_memory.to_device((params, state))
         grads = jax.tree.map(lambda x: numerics.zeros_like(x) if checks.is_inexact(x) else None, w)
-        extra = {**of_loss(jnp.zeros(()), of_w), **keywords, **given}
-        return tx.update(grads, of_w, w, **extra)
+        extra = {**loss_keywords(jnp.zeros(()), state_here), **keywords, **traced}
+        return tx.update(grads, state_here, w, **extra)
 
-    if not given:
+    if not traced:
         return []
     try:
-        jaxpr = jax.make_jaxpr(update)(given).jaxpr
+        jaxpr = jax.make_jaxpr(update)(traced).jaxpr
     except _ASKS_PYTHON:  # as `if is_last:` of a bool, which is read; of several it may be any
         alone = [[name] for name in names] if len(names) > 1 else []
         return [x for name in alone for x in _unread(name, tx, params, state, keywords)]
     are_read = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1]
-    read: Structure = jax.tree.structure(given)
+    read: Structure = jax.tree.structure(traced)
     return [name for name, xs in read.unflatten(are_read).items() if not any(jax.tree.leaves(xs))]
 
 
@@ -120,7 +120,7 @@ def _is_traceable(x: PyTree) -> bool:
     )
 
 
-def of_loss(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
+def loss_keywords(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
     """What an update is told of the loss: without the loss scale that the state has for it."""
     reports = inside.reports(state)
     scales = [checks.value_of(x["loss_scale"]) for x in reports if "loss_scale" in x]
@@ -156,7 +156,7 @@ def check_is_given(function: OfGradients | None) -> None:
     )
 
 
-def of_share(
+def share_gradients(
     function: OfGradients,
     structure: Structure,
     positions: Sequence[int],
@@ -186,7 +186,7 @@ def of_share(
     return leaves_of_share(structure, positions, new)
 
 
-def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyTree:
+def all_gradients(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyTree:
     """The same of all gradients: for each layer of each stack, and for other leaves.
 
     Args:
@@ -204,9 +204,9 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
         # Integers have None, as in the backward pass.
         positions = [i for i in share if checks.is_inexact(leaves[i])]
         arrays = [leaves[i] for i in positions]
-        of_arrays = functools.partial(of_share, function, structure, positions)
+        new_gradients = functools.partial(share_gradients, function, structure, positions)
         if share not in stacks or not arrays:
-            new = of_arrays(arrays)
+            new = new_gradients(arrays)
         else:
             cuts = [cut_of[i] for i in positions]
             axes = [cut.axis for cut in cuts]
@@ -214,7 +214,7 @@ def of_all_shares(function: OfGradients, grads: PyTree, loss: TracedLoss) -> PyT
                 x.reshape(*x.shape[:k], -1, n, *x.shape[k + 1 :])  # a layer keeps its axis
                 for x, (k, n) in zip(arrays, cuts, strict=True)
             ]
-            new = jax.vmap(of_arrays, (axes,), axes)(layers)
+            new = jax.vmap(new_gradients, (axes,), axes)(layers)
             new = [x.reshape(old.shape) for x, old in zip(new, arrays, strict=True)]
         for i, x in zip(positions, new, strict=True):
             leaves[i] = x

@@ -83,9 +83,9 @@ class ScanCall:
 
     def parts(self, operands: Sequence[T]) -> list[list[T]]:
         """Operands of the body: others, carry, layer, xs."""
-        given = iter(operands)
+        rest = iter(operands)
         parts = (self.others, self.carry, self.stacks, self.xs)
-        return [[*itertools.islice(given, len(part))] for part in parts]
+        return [[*itertools.islice(rest, len(part))] for part in parts]
 
 
 class _Line(NamedTuple):
@@ -130,9 +130,9 @@ class TracedLoss:
         _check_value(result, has_aux)
         self.form = _flat(result)[1]
         self.differentiable = self._between_parameters_and_value(lines)
-        of_value = [x for x in lines if x.call or not self.differentiable.isdisjoint(x.makes)]
-        self._check_stacks(of_value)
-        self.early = self._first_read(of_value)
+        lines_of_value = [x for x in lines if x.call or not self.differentiable.isdisjoint(x.makes)]
+        self._check_stacks(lines_of_value)
+        self.early = self._first_read(lines_of_value)
         self.lines = self._alive(lines)
 
     def stacks_by_path(self, params: PyTree) -> dict[KeyPath, Stack]:
@@ -202,7 +202,7 @@ class TracedLoss:
         for x in eqn.invars[first:last]:
             chain, axis = list[Equation](), 0
             while x in made_by and (before := _in_front(made_by[x], axis, count)) is not None:
-                chain.insert(0, _of_one_layer(made_by[x], axis))
+                chain.insert(0, _on_one_layer(made_by[x], axis))
                 x, axis = before
             if x not in inputs and may_fail:
                 self._refuse_changed(x, made_by)
@@ -234,11 +234,13 @@ class TracedLoss:
 
     def _refuse_changed(self, x: Atom, made_by: dict[Atom, Equation]) -> NoReturn:
         """A stack is computed, of parameters or of other arrays."""
-        found = {x}
+        sources = {x}
         for eqn in reversed(self.jaxpr.eqns):
-            if found.intersection(eqn.outvars):
-                found.update(y for y in eqn.invars if is_variable(y))
-        paths = [path for path, y in zip(self._paths, self.jaxpr.invars, strict=True) if y in found]
+            if sources.intersection(eqn.outvars):
+                sources.update(y for y in eqn.invars if is_variable(y))
+        paths = [
+            path for path, y in zip(self._paths, self.jaxpr.invars, strict=True) if y in sources
+        ]
         came, remedy = f"{in_short(x.aval)} outside of `params`", "pass what is not updated as `xs`"
         if paths:
             came = f"computed from `params`{checks.at(paths[0])}"
@@ -265,33 +267,35 @@ class TracedLoss:
         """Only one call reads a stack in what is differentiated: another would see new weights."""
         stacks, read, called = self.stacks, set[Atom](), set[Atom]()
         for line in lines:
-            own = [] if line.call is None else line.call.stacks
+            stacks_of_call = [] if line.call is None else line.call.stacks
             now = [x for x in line.reads if x in stacks]
-            twice = read.intersection(now) | {x for x in now if now.count(x) > own.count(x)}
-            twice |= {x for x in own if own.count(x) > 1}
+            twice = read.intersection(now) | {
+                x for x in now if now.count(x) > stacks_of_call.count(x)
+            }
+            twice |= {x for x in stacks_of_call if stacks_of_call.count(x) > 1}
             if twice:
                 inputs = list(self.jaxpr.invars)
                 path = self._paths[min(map(inputs.index, twice))]
-                remedy = _OF_PENALTY if twice - called.intersection(own) else _OF_CALLS
+                remedy = _OF_PENALTY if twice - called.intersection(stacks_of_call) else _OF_CALLS
                 raise ValueError(
                     f"{_NAME}: `params`{checks.at(path)}: read twice, expected that only one call "
                     f"of `scan_layers` reads it: {remedy}."
                 )
             read.update(now)
-            called.update(own)
+            called.update(stacks_of_call)
 
     def _first_read(self, lines: Sequence[_Line]) -> list[list[int]]:
         """For each call, the leaves in no stack that are read behind it, and not before."""
-        found: list[list[int]] = [[] for _ in self.calls]
+        leaves: list[list[int]] = [[] for _ in self.calls]
         position_of = {x: i for i, x in enumerate(self.jaxpr.invars)}
         left, calls = self.differentiable.intersection(position_of) - self.stacks, 0
         for line in lines:
             read = left.intersection(line.reads)
             if calls:
-                found[calls - 1] += sorted(position_of[x] for x in read)
+                leaves[calls - 1] += sorted(position_of[x] for x in read)
             left -= read
             calls += line.call is not None
-        return found
+        return leaves
 
     def _alive(self, lines: Sequence[_Line]) -> list[_Line]:
         """Those that are calls, have effects, or make something that is read."""
@@ -386,7 +390,7 @@ def _in_front(eqn: Equation, axis: int, layers: int) -> tuple[Atom, int] | None:
     return (x, axis) if is_elementwise or name in ("pcast", "sharding_constraint") else None
 
 
-def _of_one_layer(eqn: Equation, axis: int) -> Equation:
+def _on_one_layer(eqn: Equation, axis: int) -> Equation:
     """Such an operation, of a stack of one."""
     if eqn.primitive.name != "reshape":
         return eqn

@@ -66,31 +66,33 @@ class SavedCall:
         ]
         self._pulled = [*map(is_floating, call.after), *(x in differentiable for x in call.ys)]
         self._form: Any = None
-        given = jnp.arange(call.count), self._xs
+        turns = jnp.arange(call.count), self._xs
         turn = functools.partial(self._forward, stacks)
-        after, (ys, self._stored) = jax.lax.scan(turn, carry, given)
+        after, (ys, self._stored) = jax.lax.scan(turn, carry, turns)
         self.results = [*after, *ys]
 
     def _forward(
-        self, stacks: Arrays, carry: Arrays, given: tuple[jax.Array, Arrays]
+        self, stacks: Arrays, carry: Arrays, turn: tuple[jax.Array, Arrays]
     ) -> tuple[Arrays, tuple[Arrays, Arrays]]:
         """A layer: the carry behind it, its ys, and what is stored of it."""
-        i, x = given
+        i, x = turn
         ones = [cut.out_of(w, i) for cut, w in zip(self._call.cuts, stacks, strict=True)]
         ones, x = host_memory.to_device((ones, x))
         operands = [*self._others, *carry, *self._layer(ones), *x]
-        fixed = _of(operands, self._varied, False)
+        fixed = _chosen(operands, self._varied, False)
 
-        def of_varied(varied: Arrays) -> tuple[Arrays, Arrays]:
+        def varying_results(varied: Arrays) -> tuple[Arrays, Arrays]:
             results = self._call.body(_merged(self._varied, varied, fixed))
-            return _of(results, self._pulled, True), _of(results, self._pulled, False)
+            return _chosen(results, self._pulled, True), _chosen(results, self._pulled, False)
 
-        pulled, pull, kept = jax.vjp(of_varied, _of(operands, self._varied, True), has_aux=True)
+        pulled, pull, kept = jax.vjp(
+            varying_results, _chosen(operands, self._varied, True), has_aux=True
+        )
         results = _merged(self._pulled, pulled, kept)
         # The arrays of the vjp are operands (except the carry), or stored, or known to all layers.
         arrays, structure = jax.tree.flatten(pull)
-        of_carry = range(len(self._others), len(self._others) + len(carry))
-        known = {id(y): k for k, y in enumerate(operands) if k not in of_carry}
+        carry_positions = range(len(self._others), len(self._others) + len(carry))
+        known = {id(y): k for k, y in enumerate(operands) if k not in carry_positions}
         stored: Arrays = []
         for y in arrays:
             if isinstance(y, jax.core.Tracer) and id(y) not in known:
@@ -138,15 +140,15 @@ class SavedCall:
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
         (varied,) = pull(behind)
         new = _merged(self._varied, varied, [None] * len(operands))
-        of_others, before, of_layer, of_x = call.parts(new)
+        others_now, before, ones_now, xs_now = call.parts(new)
         gradients = [
             None if g is None else jax.vjp(f, one)[1](g)[0]
-            for f, one, g in zip(call.as_read, ones, of_layer, strict=True)
+            for f, one, g in zip(call.as_read, ones, ones_now, strict=True)
         ]
-        others = [x if y is None else x + y for x, y in zip(flow.others, of_others, strict=True)]
+        others = [x if y is None else x + y for x, y in zip(flow.others, others_now, strict=True)]
         xs = [
             x if y is None else jax.lax.dynamic_update_index_in_dim(x, y, i, 0)
-            for x, y in zip(flow.xs, of_x, strict=True)
+            for x, y in zip(flow.xs, xs_now, strict=True)
         ]
         return gradients, Flow(others, before, xs)
 
@@ -194,12 +196,12 @@ class Forward:
         loss, lines = self._loss, self._loss.lines
         later = {x for line in lines[end:] for x in line.reads}
         later.update(filter(is_variable, loss.jaxpr.outvars))
-        made = {x: None for line in lines[start:end] for x in line.makes}
-        read = {x: None for line in lines[start:end] for x in line.reads if x not in made}
+        makes = {x: None for line in lines[start:end] for x in line.makes}
+        read = {x: None for line in lines[start:end] for x in line.reads if x not in makes}
         varied = [x for x in read if x in loss.differentiable - loss.stacks]
         fixed = [x for x in read if x not in varied]
-        results = [x for x in made if x in later and x in loss.differentiable]
-        others = [x for x in made if x in later and x not in loss.differentiable]
+        results = [x for x in makes if x in later and x in loss.differentiable]
+        others = [x for x in makes if x in later and x not in loss.differentiable]
         eqns = [line.equation for line in lines[start:end]]
         piece = program_of(loss.jaxpr, eqns, [*varied, *fixed], [*results, *others])
 
@@ -224,7 +226,7 @@ class Forward:
                 if new is not None and is_variable(x) and x in differentiable:
                     cotangents[x] = cotangents[x] + new if x in cotangents else new
 
-        def of(variables: Iterable[Atom], *, is_carry: bool = False) -> Cotangents:
+        def cotangents_of(variables: Iterable[Atom], *, is_carry: bool = False) -> Cotangents:
             return [
                 (cotangents.pop(x) if x in cotangents else numerics.zeros_like(self._env[x]))
                 if (is_floating(x) if is_carry else x in differentiable)
@@ -236,22 +238,24 @@ class Forward:
         add([value], [numerics.zeros_like(value_of(value, self._env)) + 1])
         for i in range(len(self._saved), -1, -1):
             piece = self._pieces[i]
-            add(piece.arguments, *piece.pull(of(piece.results)))
+            add(piece.arguments, *piece.pull(cotangents_of(piece.results)))
             if i:
                 call, saved = self._loss.calls[i - 1], self._saved[i - 1]
-                pull = functools.partial(saved.pull, of(call.ys))
+                pull = functools.partial(saved.pull, cotangents_of(call.ys))
                 early: Cotangents = [cotangents.pop(inputs[k]) for k in self._loss.early[i - 1]]
-                flow = visit(i - 1, early, pull, saved.begin(of(call.after, is_carry=True)))
+                flow = visit(
+                    i - 1, early, pull, saved.begin(cotangents_of(call.after, is_carry=True))
+                )
                 for variables, arrays in zip((call.others, call.carry, call.xs), flow, strict=True):
                     add(variables, arrays)
         return [cotangents.get(x) for x in inputs]
 
 
-def _of(values: Sequence[T], choice: Sequence[bool], chosen: bool) -> list[T]:
+def _chosen(values: Sequence[T], choice: Sequence[bool], chosen: bool) -> list[T]:
     return [x for x, use in zip(values, choice, strict=True) if use == chosen]
 
 
 def _merged(choice: Sequence[bool], chosen: Sequence[T], others: Sequence[T]) -> list[T]:
-    """The reverse of `_of`, of both."""
-    given = {True: iter(chosen), False: iter(others)}
-    return [next(given[use]) for use in choice]
+    """The reverse of `_chosen`, of both."""
+    iterators = {True: iter(chosen), False: iter(others)}
+    return [next(iterators[use]) for use in choice]

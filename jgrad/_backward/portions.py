@@ -96,7 +96,7 @@ class Portion(NamedTuple):
         return [cut is not None for _, cut in self.cuts]
 
     @property
-    def of_leaves(self) -> list[bool]:
+    def are_of_leaves(self) -> list[bool]:
         """Whether each array of its state is of its leaves alone, by layers if they have some."""
         whole = None if self.layers is None else SAME
         return [cut is not None and cut is not whole for _, cut in self.cuts]
@@ -104,8 +104,8 @@ class Portion(NamedTuple):
     def without_those_of(self, rest: "Portion") -> "Portion":
         """The same, which owns of what has no layers only what is not that of the rest."""
         others = {i for i, _ in rest.cuts}
-        own = [(i, None if cut is SAME and i in others else cut) for i, cut in self.cuts]
-        return self._replace(cuts=own)
+        cuts = [(i, None if cut is SAME and i in others else cut) for i, cut in self.cuts]
+        return self._replace(cuts=cuts)
 
     @property
     def owned_cuts(self) -> list[tuple[int, Cut]]:
@@ -116,10 +116,10 @@ class Portion(NamedTuple):
 def _shapes(tree: PyTree) -> PyTree:
     """The types of the arrays of a tree, with those of codes for words."""
 
-    def of_leaf(x: Leaf) -> Leaf:
+    def shape_of(x: Leaf) -> Leaf:
         return jax.ShapeDtypeStruct(x.shape, x.dtype) if checks.is_array(x) else x
 
-    return forms.to_codes(jax.tree.map(of_leaf, tree))
+    return forms.to_codes(jax.tree.map(shape_of, tree))
 
 
 def not_packed(name: str, tree: PyTree) -> None:
@@ -267,18 +267,18 @@ class Whole:
 
     def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
         """Of the array of the state with that path and shape, which may be of layers there."""
-        i, own = self._known.get(path, (-1, None))
-        if own != shape:
+        i, shape_here = self._known.get(path, (-1, None))
+        if shape_here != shape:
             not_packed("state", self._state)
             with telling(stacks={}):
-                made = self._init(self.structure.unflatten(self.shapes.values()))
+                new = self._init(self.structure.unflatten(self.shapes.values()))
             remedy = f"pass `{_INIT}`, or what a step made of it; {_OF_NNX}"
-            checks.same_structure(_NAME, "state", self._state, _INIT, made, remedy=remedy)
-            came = "nothing" if own is None else f"shape {own}"
+            checks.same_structure(_NAME, "state", self._state, _INIT, new, remedy=remedy)
+            came = "nothing" if shape_here is None else f"shape {shape_here}"
             where = checks.at(jax.tree_util.keystr(path))
             expected = f"shape {shape}, as `{_INIT}` has it"
-            of_whole = dict(jax.tree_util.tree_leaves_with_path(made))
-            if path not in of_whole or of_whole[path].shape != shape:  # by layers
+            arrays = dict(jax.tree_util.tree_leaves_with_path(new))
+            if path not in arrays or arrays[path].shape != shape:  # by layers
                 needed = f"`layer_axes`, such as {axis}, for this stack"
                 expected = f"shape {shape}: the method needs {needed}"
             raise ValueError(f"{_NAME}: `state`{where}: {came}, expected {expected}.")
@@ -312,15 +312,15 @@ class Model:
     structures: tuple[Structure, Structure]
 
     @classmethod
-    def of_trees(cls, params: PyTree, state: PyTree) -> "Model":
+    def from_trees(cls, params: PyTree, state: PyTree) -> "Model":
         """Of parameters and a state."""
         both = jax.tree.flatten(params), jax.tree.flatten(state)
         return cls(both[0][0], both[1][0], (both[0][1], both[1][1]))
 
     def trees(self) -> tuple[PyTree, PyTree]:
         """Parameters and state."""
-        of_params, of_state = self.structures
-        return of_params.unflatten(self.leaves), of_state.unflatten(self.state)
+        params_form, state_form = self.structures
+        return params_form.unflatten(self.leaves), state_form.unflatten(self.state)
 
     def weights_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The leaves of a share, in one of its layers if it has some, on the device."""

@@ -51,7 +51,7 @@ def updates_of_rows(
       rest: owns what is of no leaf.
       update_of: see there.
     """
-    found = []
+    updates = []
     for i in positions:
         rows = whole.rows(i)
         if rows is None:
@@ -59,10 +59,10 @@ def updates_of_rows(
         rows = rows.without_those_of(rest)
         if host_memory.place_on_host(model.owned(rows)) is None:
             continue
-        update, given = update_of(rows)
-        if update.is_elementwise(given):
-            found.append(update)
-    return found
+        update, start = update_of(rows)
+        if update.is_elementwise(start):
+            updates.append(update)
+    return updates
 
 
 def parts(
@@ -73,14 +73,14 @@ def parts(
         return {}
     update, portion = leaves.whole, leaves.whole.portion
 
-    def of_gradients(given: list[jax.Array | None]) -> Numbers:
+    def numbers_of(gradients_given: list[jax.Array | None]) -> Numbers:
         # The parts read no state, so that it is not fetched.
         weights, state = model.weights_of(portion, None), model.state_of(portion, None)
-        made = update(Start(None, given, weights, state), known)
-        return {key: x for key, x in made.parts.items() if key not in known}
+        result = update(Start(None, gradients_given, weights, state), known)
+        return {key: x for key, x in result.parts.items() if key not in known}
 
-    found: Numbers = pruned(of_gradients, [gradients[i] for i in portion.positions])
-    return found
+    numbers: Numbers = pruned(numbers_of, [gradients[i] for i in portion.positions])
+    return numbers
 
 
 def updated(
@@ -93,9 +93,9 @@ def updated(
 
     def body(i: jax.Array, owned: Owned) -> Owned:
         now = model.replaced(portion, owned, in_loop=True)
-        of_slice = None if gradient is None else cut.out_of(gradient, i)
-        given = Start(i, [of_slice], now.weights_of(portion, i), now.state_of(portion, i))
-        new = pruned(lambda given: update.owned(update(given, known)), given)
+        gradient_slice = None if gradient is None else cut.out_of(gradient, i)
+        start = Start(i, [gradient_slice], now.weights_of(portion, i), now.state_of(portion, i))
+        new = pruned(lambda start: update.owned(update(start, known)), start)
         return with_layer(portion, owned, model.kept(portion, new), i)
 
     return loop(portion.layers, body, model.owned(portion))

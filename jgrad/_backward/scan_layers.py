@@ -29,8 +29,8 @@ def leaves_of_call(equation: Equation) -> int | None:
     """How many stacked leaves a scan over layers has; None for any other operation."""
     if equation.primitive.name != "scan":
         return None
-    found = _SCOPE.search(str(equation.source_info.name_stack))
-    return None if found is None else int(found[1])
+    scope = _SCOPE.search(str(equation.source_info.name_stack))
+    return None if scope is None else int(scope[1])
 
 
 def scan_layers(
@@ -108,26 +108,26 @@ def scan_layers(
       storing only the carries.
     """
     layers, carry, xs = map(checks.values_of, (layers, carry, xs))
-    of_layers = ArgLeaves.from_tree(_NAME, "layers", layers)
-    of_axis = ArgLeaves.from_prefix(_NAME, "axis", axis, "layers", layers)
-    for i, (k, x) in enumerate(zip(of_axis.leaves, of_layers.leaves, strict=True)):
+    stacked = ArgLeaves.from_tree(_NAME, "layers", layers)
+    axes = ArgLeaves.from_prefix(_NAME, "axis", axis, "layers", layers)
+    for i, (k, x) in enumerate(zip(axes.leaves, stacked.leaves, strict=True)):
         if x is not None and (not isinstance(k, int) or isinstance(k, bool)):
-            of_axis.fail(i, TypeError, f"{checks.describe(k)}, expected an int")
-    count = _length(of_layers, of_axis.leaves)
+            axes.fail(i, TypeError, f"{checks.describe(k)}, expected an int")
+    count = _length(stacked, axes.leaves)
     if not count:
         came = "no arrays, expected a tree of stacked arrays"
         came = came if count is None else "no layers, expected at least one"
         raise ValueError(f"{_NAME}: `layers`: {came}.")
-    of_xs = ArgLeaves.from_tree(_NAME, "xs", xs)
-    _length(of_xs, [0] * len(of_xs.leaves), count)
+    xs_leaves = ArgLeaves.from_tree(_NAME, "xs", xs)
+    _length(xs_leaves, [0] * len(xs_leaves.leaves), count)
     checks.boolean(_NAME, "has_ys", has_ys)
     checks.on_device(_NAME, "carry", carry, "it on the device: only layers and `xs` are fetched")
     if not (isinstance(remat, bool) or callable(remat)):
         expected = "a bool, or a policy of `jax.checkpoint_policies`"
         raise TypeError(f"{_NAME}: `remat`: {checks.describe(remat)}, expected {expected}.")
 
-    def body(carry: PyTree, given: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        layer, x = map(host_memory.to_device, given)
+    def body(carry: PyTree, turn: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        layer, x = map(host_memory.to_device, turn)
         result = block(layer, carry) if xs is None else block(layer, carry, x)
         if not has_ys:
             return result, None
@@ -142,7 +142,7 @@ def scan_layers(
         policy = None if remat is True else remat
         body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     leaves, structure = trees.flatten(layers)
-    pairs = zip(leaves, of_axis.leaves, strict=True)
+    pairs = zip(leaves, axes.leaves, strict=True)
     layers = structure.unflatten(
         jnp.moveaxis(x, k, 0) if k and x is not None else x for x, k in pairs
     )

@@ -62,11 +62,11 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
       stack: the same for all layers at once.
     """
     programs = [jax.make_jaxpr(update)(x).jaxpr for x in (layer, stack)]
-    of_layer, of_stack = (list(_of_others(program.eqns)) for program in programs)
-    for outer, equation in (*of_layer, *of_stack):
+    in_layer, in_stack = (list(_foreign_operations(program.eqns)) for program in programs)
+    for outer, equation in (*in_layer, *in_stack):
         if _mixes(equation):
             _refuse(outer, f"`{equation.primitive.name}`, which mixes elements")
-    for a, b in itertools.zip_longest(of_layer, of_stack):
+    for a, b in itertools.zip_longest(in_layer, in_stack):
         if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
             _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")
 
@@ -90,7 +90,7 @@ def _error(name: str, does: str, remedy: str) -> ValueError:
     )
 
 
-def _of_others(
+def _foreign_operations(
     equations: Sequence[Equation], outer: Equation | None = None
 ) -> Iterator[tuple[Equation, Equation]]:
     """The operations of other libraries, each with the outermost that it is in.
@@ -104,7 +104,7 @@ def _of_others(
         is_marked = shares.is_others(scopes)
         around = outer if is_marked is None else (outer or equation) if is_marked else None
         for inner in elementwise.programs(equation):
-            yield from _of_others(inner.eqns, around)
+            yield from _foreign_operations(inner.eqns, around)
         if around is not None:
             yield around, equation
 
@@ -200,26 +200,26 @@ class ShareUpdate:
         self._seen: _Seen | None = None
         self._elementwise, self._mesh_axes = elementwise, mesh_axes
 
-    def __call__(self, given: Start, known: Numbers, others: Numbers | None = None) -> Made:
+    def __call__(self, start: Start, known: Numbers, others: Numbers | None = None) -> Made:
         """One update.
 
         Args:
-          given: see there.
+          start: see there.
           known: numbers of all shares.
           others: for those that are not known, the parts of all other shares.
         """
-        made, share = self._run(given, known, others)
-        self._check_promise(given, is_foreign=share.is_foreign)
-        return made
+        result, share = self._run(start, known, others)
+        self._check_promise(start, is_foreign=share.is_foreign)
+        return result
 
-    def _check_promise(self, given: Start, *, is_foreign: bool) -> None:
+    def _check_promise(self, start: Start, *, is_foreign: bool) -> None:
         if is_foreign and not self._elementwise:
             promise = "pass `elementwise=True` if it computes each element by itself"
             remedy = f"{promise}, or use the ordinary step"
-            raise _error(self._look(given).maker, "updates", remedy)
+            raise _error(self._look(start).maker, "updates", remedy)
 
     def _run(
-        self, given: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
+        self, start: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
     ) -> tuple[Made, Share]:
         """The same, and the share, which knows what came from other libraries."""
 
@@ -228,13 +228,13 @@ class ShareUpdate:
         def tree(leaves: Sequence[object]) -> PyTree:
             return tree_of_share(whole.structure, positions, leaves)
 
-        share = Share(given.layer, known, others, shapes=whole.shapes, marks=marks)
+        share = Share(start.layer, known, others, shapes=whole.shapes, marks=marks)
         with telling(share=share):
             params, state = apply_gradients(
                 whole.tx,
-                tree(given.gradients),
-                self.portion.structure.unflatten(given.state),
-                tree(given.weights),
+                tree(start.gradients),
+                self.portion.structure.unflatten(start.state),
+                tree(start.weights),
                 mesh_axes=None if self._mesh_axes is None else tree(self._mesh_axes),
                 **self._extra,
             )
@@ -243,37 +243,37 @@ class ShareUpdate:
         weights = leaves_of_share(whole.structure, positions, params)
         return Made(weights, jax.tree.leaves(state), parts), share
 
-    def owned(self, made: Made) -> Owned:
+    def owned(self, result: Made) -> Owned:
         """What takes the place of its own arrays."""
-        pairs = zip(made.state, self.portion.owned, strict=True)
-        return Owned(made.weights, [x for x, use in pairs if use])
+        pairs = zip(result.state, self.portion.owned, strict=True)
+        return Owned(result.weights, [x for x, use in pairs if use])
 
-    def looks_at_several(self, given: Start) -> bool:
+    def looks_at_several(self, start: Start) -> bool:
         """Whether another library may compute something of several leaves, or of a whole one."""
-        seen = self._look(given)
+        seen = self._look(start)
         return seen.mixes or seen.is_foreign
 
-    def parts(self, given: Start) -> Numbers:
+    def parts(self, start: Start) -> Numbers:
         """The form of its parts."""
-        return self._look(given).parts
+        return self._look(start).parts
 
-    def _look(self, given: Start) -> _Seen:
+    def _look(self, start: Start) -> _Seen:
         """What its program shows."""
         if self._seen is None:
             is_foreign = False
 
-            def traced(given: Start) -> Made:
+            def traced(start: Start) -> Made:
                 nonlocal is_foreign
-                made, share = self._run(given, {}, marks=True)
+                result, share = self._run(start, {}, marks=True)
                 is_foreign = share.is_foreign
-                return made
+                return result
 
-            closed, made = jax.make_jaxpr(traced, return_shape=True)(given)
-            others = list(_of_others(closed.jaxpr.eqns))
+            closed, result = jax.make_jaxpr(traced, return_shape=True)(start)
+            others = list(_foreign_operations(closed.jaxpr.eqns))
             mixes = any(_mixes(equation) for _, equation in others)
             makers = (_maker(outer) for outer, _ in others)
             maker = next(filter(None, makers), "") if is_foreign else ""
-            self._seen = _Seen(made.parts, mixes, is_foreign, maker)
+            self._seen = _Seen(result.parts, mixes, is_foreign, maker)
         return self._seen
 
     def _check_elements(self, layer: Start) -> None:
@@ -282,78 +282,78 @@ class ShareUpdate:
                 return x
             return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
 
-        def stack(given: Start) -> Start:
-            state = zip(given.state, self.portion.cuts, strict=True)
-            cuts: Sequence[Cut | None] = self.portion.weight_cuts or [None] * len(given.weights)
-            return given._replace(
-                gradients=list(map(many, given.gradients, cuts)),
-                weights=list(map(many, given.weights, cuts)),
+        def stack(start: Start) -> Start:
+            state = zip(start.state, self.portion.cuts, strict=True)
+            cuts: Sequence[Cut | None] = self.portion.weight_cuts or [None] * len(start.weights)
+            return start._replace(
+                gradients=list(map(many, start.gradients, cuts)),
+                weights=list(map(many, start.weights, cuts)),
                 state=[many(x, cut) for x, (_, cut) in state],
             )
 
-        def update(given: Start) -> Made:
-            return self._run(given, {}, marks=True)[0]
+        def update(start: Start) -> Made:
+            return self._run(start, {}, marks=True)[0]
 
         check(update, layer, jax.eval_shape(stack, layer))
 
-    def numbers_read(self, given: Start) -> dict[Key | None, set[Key]]:
+    def numbers_read(self, start: Start) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
 
         What has no layers is the same for all of them: an error where it is computed of one. What
         other libraries do with a layer is checked, too.
         """
-        forms, mixes, is_foreign, _ = self._look(given)
+        forms, mixes, is_foreign, _ = self._look(start)
         if is_foreign:
-            self._check_elements(given)
-            self._check_promise(given, is_foreign=True)
+            self._check_elements(start)
+            self._check_promise(start, is_foreign=True)
 
-        def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers, Arrays]:
-            made = self(given, known)
-            pairs = zip(made.state, self.portion.of_leaves, strict=True)
-            return self.owned(made), made.parts, [x for x, use in pairs if not use]
+        def outputs(known: Numbers, start: Start) -> tuple[Owned, Numbers, Arrays]:
+            result = self(start, known)
+            pairs = zip(result.state, self.portion.are_of_leaves, strict=True)
+            return self.owned(result), result.parts, [x for x, use in pairs if not use]
 
-        closed, (own, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, given)
+        closed, (owned, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, start)
         program = _with_barriers_apart(closed.jaxpr)
-        of_inputs = _key_of_leaves(forms)
-        of_results: list[Key | int | None] = [None] * len(jax.tree.leaves(own))
-        of_results += _key_of_leaves(parts)
-        of_results += range(len(others))
+        input_keys = _key_of_leaves(forms)
+        result_keys: list[Key | int | None] = [None] * len(jax.tree.leaves(owned))
+        result_keys += _key_of_leaves(parts)
+        result_keys += range(len(others))
 
         def read_for(result: Key | int | None) -> list[bool]:
-            used = [x == result for x in of_results]
+            used = [x == result for x in result_keys]
             read: list[bool] = core.dce_jaxpr(program, used)[1]
             return read
 
-        of_share = jax.tree.leaves(given._replace(state=[]))
-        alone = [*[True] * len(of_share), *self.portion.of_leaves]
+        share_inputs = jax.tree.leaves(start._replace(state=[]))
+        alone = [*[True] * len(share_inputs), *self.portion.are_of_leaves]
         for i in range(len(others)):
-            of_given = read_for(i)[len(of_inputs) :]
-            if any(map(operator.and_, of_given, alone)):
+            reads = read_for(i)[len(input_keys) :]
+            if any(map(operator.and_, reads, alone)):
                 self._refuse_state(i)
         if mixes and not is_foreign:  # it passes on its input, which nobody has seen
-            self._check_elements(given)
-        return {key: set(itertools.compress(of_inputs, read_for(key))) for key in (None, *forms)}
+            self._check_elements(start)
+        return {key: set(itertools.compress(input_keys, read_for(key))) for key in (None, *forms)}
 
-    def is_elementwise(self, given: Start) -> bool:
+    def is_elementwise(self, start: Start) -> bool:
         """Whether its own arrays are computed element by element, and no number of its state.
 
         So a slice of rows is updated as it would be within its leaf. Random bits are those of the
         leaf (`shares.in_stack`), and 8 bits have blocks within rows.
         """
         try:
-            seen = self._look(given)
+            seen = self._look(start)
         except (TypeError, ValueError):  # an option has an entry for each row of the leaf
             return False
 
-        def outputs(known: Numbers, given: Start) -> tuple[Owned, Numbers]:
-            made = self(given, known)
-            return self.owned(made), made.parts
+        def outputs(known: Numbers, start: Start) -> tuple[Owned, Numbers]:
+            result = self(start, known)
+            return self.owned(result), result.parts
 
-        closed, (own, parts) = jax.make_jaxpr(outputs, return_shape=True)(seen.parts, given)
-        are_own = [True] * len(jax.tree.leaves(own)) + [False] * len(jax.tree.leaves(parts))
+        closed, (owned, parts) = jax.make_jaxpr(outputs, return_shape=True)(seen.parts, start)
+        are_own = [True] * len(jax.tree.leaves(owned)) + [False] * len(jax.tree.leaves(parts))
         program, _ = core.dce_jaxpr(closed.jaxpr, are_own)
         _, read = core.dce_jaxpr(closed.jaxpr, [not x for x in are_own])
-        if any(read[len(read) - len(given.state) :]):
+        if any(read[len(read) - len(start.state) :]):
             return False
         passed = _OF_DEVICES if seen.is_foreign else _OF_DEVICES | _OF_ROWS
 
@@ -371,7 +371,7 @@ class ShareUpdate:
     def _refuse_state(self, i: int) -> None:
         count = len(self.portion.cuts)
         arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
-        paths = [path for path, k in arrays if not self.portion.of_leaves[k]]
+        paths = [path for path, k in arrays if not self.portion.are_of_leaves[k]]
         came = "an array that no layer owns, computed from the gradients of a few layers"
         expected = "expected transformations that compute each element by itself"
         where = checks.at(jax.tree_util.keystr(paths[i]))

@@ -225,8 +225,8 @@ def step_in_backward(
         params, state = host_memory.to_device(old)
         result, grads = jax.value_and_grad(loss, has_aux=has_aux, allow_int=True)(params, *args)
         if gradients is not None:
-            grads = calls.of_all_shares(gradients, grads, traced)
-        extra = calls.of_loss(result[0] if has_aux else result, state) | extra
+            grads = calls.all_gradients(gradients, grads, traced)
+        extra = calls.loss_keywords(result[0] if has_aux else result, state) | extra
         new = apply_gradients(tx, grads, state, params, mesh_axes=mesh_axes, **extra)
         params, state = host_memory.where_they_lay(new, old)
         return params, state, result
@@ -241,8 +241,8 @@ def step_in_backward(
         places: list[Placement | None] = []
         if mesh_axes is not None:
             places = places_by_option(Parameters(_NAME, params), mesh_axes)
-        extra = calls.of_loss(value, state) | extra
-        whole, model = Whole(tx, params, state), Model.of_trees(params, state)
+        extra = calls.loss_keywords(value, state) | extra
+        whole, model = Whole(tx, params, state), Model.from_trees(params, state)
         options = {"first_pass": first_pass, "elementwise": elementwise}
         step = _Step(whole, traced, model, places, extra, gradients, **options)
         known = step.measured(forward)
@@ -280,8 +280,8 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
 # What to do with a layer: it returns new arrays, or none, and numbers.
 _Turn = Callable[[Start], tuple[Owned | None, Numbers]]
 # What is done with leaves in no stack, and with a stack; they return the flow in front of it.
-_OfLeaves = Callable[[ShareUpdate, Cotangents, Flow], Flow]
-_OfStack = Callable[[ShareUpdate, Pull, Flow], Flow]
+_VisitLeaves = Callable[[ShareUpdate, Cotangents, Flow], Flow]
+_VisitStack = Callable[[ShareUpdate, Pull, Flow], Flow]
 
 
 class _Step:
@@ -304,22 +304,22 @@ class _Step:
         self._first_pass = first_pass
 
         def update(portion: Portion) -> ShareUpdate:
-            of_leaves = itertools.zip_longest(portion.positions, portion.axes)
-            known = ((places[i], k) for i, k in of_leaves if places)
+            columns = itertools.zip_longest(portion.positions, portion.axes)
+            known = ((places[i], k) for i, k in columns if places)
             axes = [place and whole_along(place, k) for place, k in known]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
         def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
             """Of leaves that are updated before a stack; None if they wait for the end."""
-            made = update(leaves.without_those_of(rest))
-            given = self._example(made)
-            if made.looks_at_several(given):
+            share_update = update(leaves.without_those_of(rest))
+            start = self._example(share_update)
+            if share_update.looks_at_several(start):
                 return None
-            read = made.numbers_read(given)
+            read = share_update.numbers_read(start)
             if read[None] and not first_pass:
                 return None
             self._read.append(read)
-            return made
+            return share_update
 
         stacks = [whole.stack(call.positions, call.cuts, call.count) for call in traced.calls]
         groups = [whole.leaves(positions) if positions else None for positions in traced.early]
@@ -350,11 +350,11 @@ class _Step:
             if leaves is rest:
                 apart = [*stacks, *updated, *(x.portion for x in rows)]
                 return Sliced(rows, as_whole, update(whole.rest(apart)))
-            of_others = whole.leaves(others).without_those_of(rest) if others else None
-            return Sliced(rows, as_whole, of_others and update(of_others))
+            other_portion = whole.leaves(others).without_those_of(rest) if others else None
+            return Sliced(rows, as_whole, other_portion and update(other_portion))
 
-        of_leaves = [*filter(None, self._early), self._rest]
-        self._sliced = {x: sliced(x.portion) for x in of_leaves}
+        in_no_stack = [*filter(None, self._early), self._rest]
+        self._sliced = {x: sliced(x.portion) for x in in_no_stack}
 
     def _example(self, update: ShareUpdate) -> Start:
         """The types of what an update of a share is given: a gradient has that of its weight."""
@@ -373,7 +373,7 @@ class _Step:
         By a backward pass of their own; those that need others, by one more.
         """
         read, known = dict[Key | None, set[Key]](), Numbers()
-        for key, keys in itertools.chain(*(of_update.items() for of_update in self._read)):
+        for key, keys in itertools.chain(*(read_here.items() for read_here in self._read)):
             read[key] = read.get(key, set()) | keys
         missing = read[None].union(*read.values())  # also what a number needs that no layer does
         if missing and not self._first_pass:
@@ -389,67 +389,67 @@ class _Step:
 
     def _numbers(self, forward: Forward, known: Numbers, ready: set[Key]) -> Numbers:
         """Some numbers of all shares, by a backward pass that updates nothing."""
-        said: Numbers = {}
+        numbers: Numbers = {}
 
-        def parts(update: ShareUpdate, given: Start) -> Numbers:
-            return {key: x for key, x in update(given, known).parts.items() if key in ready}
+        def parts(update: ShareUpdate, start: Start) -> Numbers:
+            return {key: x for key, x in update(start, known).parts.items() if key in ready}
 
-        def of_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
-            nonlocal said
-            said = _both(update, said, parts(update, self._start(update.portion, gradients)))
+        def add_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
+            nonlocal numbers
+            numbers = _both(update, numbers, parts(update, self._start(update.portion, gradients)))
             return flow
 
-        def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
-            nonlocal said
+        def add_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
+            nonlocal numbers
             nothing = self._nothing(update, ready)
 
-            def turn(given: Start) -> tuple[None, Numbers]:
-                return None, parts(update, given)
+            def turn(start: Start) -> tuple[None, Numbers]:
+                return None, parts(update, start)
 
             _, more, flow = self._through(update, pull, flow, nothing, turn, None)
-            said = _both(update, said, more)
+            numbers = _both(update, numbers, more)
             return flow
 
-        gradients = self._backward(forward, of_leaves, of_stack)
-        given = self._start(self._rest.portion, gradients)
-        return _both(self._rest, said, parts(self._rest, given))
+        gradients = self._backward(forward, add_leaves, add_stack)
+        start = self._start(self._rest.portion, gradients)
+        return _both(self._rest, numbers, parts(self._rest, start))
 
     def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
         """New parameters and the new state."""
-        said: Numbers = {}
+        numbers: Numbers = {}
         model = self._model
 
-        def of_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
-            nonlocal said, model
+        def update_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
+            nonlocal numbers, model
             # Everything that reads old weights comes before, or XLA would copy them; and the layers
             # come after, or it might keep the gradients, or what they are computed from, until the
             # end.
             gradients, flow = shardings.barrier((gradients, flow))
-            portions, new, parts = self._of_leaves(update, gradients, known)
-            said = _both(update, said, _without(parts, known))
+            portions, new, parts = self._updated_leaves(update, gradients, known)
+            numbers = _both(update, numbers, _without(parts, known))
             new, flow = shardings.barrier((new, flow))
             model = model.all_replaced(portions, new)
             return flow
 
-        def of_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
-            nonlocal said, model
+        def update_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
+            nonlocal numbers, model
             nothing = self._nothing(update, update.combines.keys() - known.keys())
 
-            def turn(given: Start) -> tuple[Owned, Numbers]:
-                made = update(given, known)
-                return update.owned(made), _without(made.parts, known)
+            def turn(start: Start) -> tuple[Owned, Numbers]:
+                result = update(start, known)
+                return update.owned(result), _without(result.parts, known)
 
             owned = model.owned(update.portion)
             owned, more, flow = self._through(update, pull, flow, nothing, turn, owned)
             model = model.replaced(update.portion, owned)
-            said = _both(update, said, more)
+            numbers = _both(update, numbers, more)
             return flow
 
-        gradients = self._backward(forward, of_leaves, of_stack)
-        portions, new, _ = self._of_leaves(self._rest, gradients, known, said)
+        gradients = self._backward(forward, update_leaves, update_stack)
+        portions, new, _ = self._updated_leaves(self._rest, gradients, known, numbers)
         return model.all_replaced(portions, new).trees()
 
-    def _of_leaves(
+    def _updated_leaves(
         self,
         update: ShareUpdate,
         gradients: Cotangents,
@@ -466,45 +466,47 @@ class _Step:
             new.append(row_slices.updated(rows, self._model, gradient, known, _loop))
         if sliced.others is None:
             return portions, new, parts
-        of_others = sliced.others.portion
-        given = self._start(of_others, list(gradient_of.values()))
+        portion = sliced.others.portion
+        start = self._start(portion, list(gradient_of.values()))
         combining = sliced.whole or update  # of which it is known how, since it was traced
-        said = None if others is None else _both(combining, others, parts)
-        made = sliced.others(given, known, said)
-        new.append(self._model.kept(of_others, sliced.others.owned(made)))
-        return [*portions, of_others], new, _both(combining, parts, made.parts)
+        other_parts = None if others is None else _both(combining, others, parts)
+        result = sliced.others(start, known, other_parts)
+        new.append(self._model.kept(portion, sliced.others.owned(result)))
+        return [*portions, portion], new, _both(combining, parts, result.parts)
 
-    def _backward(self, forward: Forward, of_leaves: _OfLeaves, of_stack: _OfStack) -> Cotangents:
+    def _backward(
+        self, forward: Forward, visit_leaves: _VisitLeaves, visit_stack: _VisitStack
+    ) -> Cotangents:
         """Goes backwards over all shares; returns the gradients of the rest.
 
         Args:
           forward: of the loss.
-          of_leaves: what is done with leaves that have their gradients before a stack.
-          of_stack: what is done with a stack behind them.
+          visit_leaves: what is done with leaves that have their gradients before a stack.
+          visit_stack: what is done with a stack behind them.
         """
         waiting: dict[int, jax.Array | None] = {}
 
         def visit(k: int, gradients: Cotangents, pull: Pull, flow: Flow) -> Flow:
             early, positions = self._early[k], self._groups[k]
-            gradients = self._of_user(positions, gradients)
+            gradients = self._by_user(positions, gradients)
             if early is None:
                 waiting.update(zip(positions, gradients, strict=True))
             else:
-                flow = of_leaves(early, gradients, flow)
-            return of_stack(self._stacks[k], pull, flow)
+                flow = visit_leaves(early, gradients, flow)
+            return visit_stack(self._stacks[k], pull, flow)
 
         grads = forward.backward(visit)
         positions = self._rest.portion.positions
         last = [i for i in positions if i not in waiting]
-        of_last = self._of_user(last, [self._or_zeros(i, grads[i]) for i in last])
-        waiting |= zip(last, of_last, strict=True)
+        last_gradients = self._by_user(last, [self._or_zeros(i, grads[i]) for i in last])
+        waiting |= zip(last, last_gradients, strict=True)
         return [waiting[i] for i in positions]
 
     def _has_sharded_rows(self, i: int) -> bool:
         """Whether a leaf is sharded along its first axis, as far as types or a user say it."""
         place = self._places[i] if self._places else None
-        of_type = jax.typeof(self._model.leaves[i]).sharding.spec
-        return any(spec and spec[0] is not None for spec in (of_type, place and place.spec))
+        type_spec = jax.typeof(self._model.leaves[i]).sharding.spec
+        return any(spec and spec[0] is not None for spec in (type_spec, place and place.spec))
 
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""
@@ -552,12 +554,12 @@ class _Step:
             layer = last - i
             # Otherwise, XLA reads the stacks twice.
             weights = shardings.barrier(model.weights_of(portion, layer))
-            of_layer, flow = pull(layer, weights, flow)
-            of_leaves = zip(portion.positions, portion.axes, of_layer, strict=True)
-            gradients = [None if g is None else self._placed(i, k, g) for i, k, g in of_leaves]
-            gradients = self._of_user(portion.positions, gradients)
-            given = Start(layer, gradients, weights, model.state_of(portion, layer))
-            new, parts = pruned(turn, given)
+            layer_gradients, flow = pull(layer, weights, flow)
+            columns = zip(portion.positions, portion.axes, layer_gradients, strict=True)
+            gradients = [None if g is None else self._placed(i, k, g) for i, k, g in columns]
+            gradients = self._by_user(portion.positions, gradients)
+            start = Start(layer, gradients, weights, model.state_of(portion, layer))
+            new, parts = pruned(turn, start)
             if owned is not None:
                 owned = with_layer(portion, owned, self._model.kept(portion, new), layer)
             return owned, _both(update, numbers, parts), flow
@@ -577,13 +579,13 @@ class _Step:
         forms = update.parts(self._example(update))
         return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
 
-    def _of_user(
+    def _by_user(
         self, positions: Sequence[int], gradients: Sequence[jax.Array | None]
     ) -> list[jax.Array | None]:
         """What a user's function makes of the gradients of a share."""
         if self._gradients is None or not positions:
             return list(gradients)
-        return calls.of_share(self._gradients, self._structure, positions, gradients)
+        return calls.share_gradients(self._gradients, self._structure, positions, gradients)
 
 
 def _without(numbers: Numbers, known: Numbers) -> Numbers:

@@ -27,13 +27,13 @@ class ChosenForm(forms.Form):
         self, params: Parameters, shapes: PyTree, options: MomentOptions
     ) -> list[tuple[int, ...] | None]:
         stored = self._are_stored(params, shapes, _full_precision(params, options.full_precision))
-        of_leaves: Any = None
+        axes_of_leaves: Any = None
         if options.layer_axes is not None and any(stored):
             axes = read_layer_axes(params.function, options.layer_axes)
-            of_leaves = params.option("layer_axes", axes).leaves
+            axes_of_leaves = params.option("layer_axes", axes).leaves
         columns = zip(params.specs, stored, params.reference.leaves, strict=True)
         return [
-            _stacked(spec, of_leaves[spec.positions[0]].values if of_leaves else (), x)
+            _stacked(spec, axes_of_leaves[spec.positions[0]].values if axes_of_leaves else (), x)
             if is_stored
             else None
             for spec, is_stored, x in columns

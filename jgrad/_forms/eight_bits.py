@@ -40,7 +40,7 @@ class EightBits(ChosenForm):
         if axis_of_words(*x) is not None:
             expected = "expected `offload` around all of `tx`, or codes as `unpack` makes them"
             arg.fail(i, TypeError, f"{checks.describe(x)}, four in a word; {expected}")
-        encoding.check(arg, i, x, codec.of_moments(second=real))
+        encoding.check(arg, i, x, codec.for_moments(second=real))
 
     def zeros(
         self,
@@ -51,7 +51,7 @@ class EightBits(ChosenForm):
         real: bool,
     ) -> Blocks:
         x = numerics.zeros_like(p, np.dtype(np.float32))
-        return encoding.zeros(x, layout, codec.of_moments(second=real))
+        return encoding.zeros(x, layout, codec.for_moments(second=real))
 
     def write(self, moment: LeafMoment, rule: Function, args: tuple[Leaf, ...]) -> jax.Array:
         rule = bounded(rule, moment.flag, moment.clips)
@@ -95,10 +95,10 @@ class EightBits(ChosenForm):
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)
         return words.stored_as(encoding.recoded(array, geometry(like), wanted), like)
 
-    def shardings(self, x: Blocks, of_part: Callable[..., Leaf]) -> Blocks:
+    def shardings(self, x: Blocks, part_sharding: Callable[..., Leaf]) -> Blocks:
         array = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        codes = of_part(x.codes, of=x, axis=axis_of_words(*x))
-        return Blocks(codes, geometry(x).sharding_of_scale(of_part(array)))
+        codes = part_sharding(x.codes, leaf=x, axis=axis_of_words(*x))
+        return Blocks(codes, geometry(x).sharding_of_scale(part_sharding(array)))
 
     # ---- in host memory
 

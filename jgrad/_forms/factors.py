@@ -79,12 +79,12 @@ class RowsAndColumns(forms.Form):
     ) -> None:
         if not isinstance(like, Factors):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
-        for name, part, of_shape in zip(Factors._fields, x, like, strict=True):
+        for name, part, wanted in zip(Factors._fields, x, like, strict=True):
             if not (checks.is_array(part) and jnp.issubdtype(part.dtype, jnp.floating)):
                 came = f"{name}, {checks.describe(part)}"
                 arg.fail(i, TypeError, f"{came}, expected an array of a real floating dtype")
-            if part.shape != of_shape.shape:
-                came = f"{name} of shape {part.shape}, expected {of_shape.shape}"
+            if part.shape != wanted.shape:
+                came = f"{name} of shape {part.shape}, expected {wanted.shape}"
                 arg.fail(i, ValueError, f"{came}; {remedy}")
 
     def zeros(

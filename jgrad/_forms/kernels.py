@@ -35,22 +35,22 @@ class Kernels:
         self._told: list[int] = []
         self._later: dict[int, tuple[Leaf, ...]] = {}  # XLA fuses it with what reads the update
 
-    def call(self, i: int, program: Function, of_leaf: tuple[PyTree, ...]) -> Call:
+    def call(self, i: int, program: Function, arguments: tuple[PyTree, ...]) -> Call:
         """The call of one leaf, of which this is all.
 
         Args:
           i: which leaf.
           program: what the function makes of it.
-          of_leaf: its arguments.
+          arguments: its arguments.
         """
-        return self._in_kernel(i, program, of_leaf)
+        return self._in_kernel(i, program, arguments)
 
     def update(
         self,
         inputs: Inputs,
         i: int,
         program: Function,
-        of_leaf: tuple[PyTree, ...],
+        arguments: tuple[PyTree, ...],
         steps: tuple[Leaf, ...],
         alone: Function,
     ) -> Call:
@@ -60,7 +60,7 @@ class Kernels:
           inputs: of the method.
           i: see above.
           program: makes an update of arguments and `steps`.
-          of_leaf: see above.
+          arguments: see above.
           steps: weight, decay and rate; none where the direction is the update.
           alone: makes the direction of the arguments.
         """
@@ -68,9 +68,9 @@ class Kernels:
         if rest is None or not in_memory(w, jax.tree.leaves(rest.args)[0]):
             if steps:
                 self._later[i] = steps
-            return self._in_kernel(i, alone, of_leaf)
+            return self._in_kernel(i, alone, arguments)
         self._told.append(i)
-        arguments = (*of_leaf, *steps)
+        arguments = (*arguments, *steps)
         return self._in_kernel(i, program, arguments, finishing(inputs, i), rest, w)
 
     def finish(self, inputs: Inputs, updates: list[PyTree], update: Function | None) -> None:

@@ -33,7 +33,7 @@ class RandomKeys:
         self._known: dict[Hashable, tuple[ArraySpec, ElementKeys]] = {}
 
     @functools.cached_property
-    def of_step(self) -> jax.Array:
+    def keys_of_step(self) -> jax.Array:
         """Of all elements."""
         return step_keys(self._step)
 
@@ -42,7 +42,7 @@ class RandomKeys:
         key = id(spec), x.shape, varying_axes(*jax.tree.leaves(x)), place
         if key not in self._known:
             self._known[key] = spec, element_keys(spec, _SEED, _PURPOSE, x, place)
-        return Rounding(self.of_step, self._known[key][1])
+        return Rounding(self.keys_of_step, self._known[key][1])
 
     def of_moment(
         self, inputs: Inputs, old: list[Leaf], mesh_axes: PyTree, *, is_whole: bool

@@ -247,7 +247,7 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
     leaves, structure = trees.flatten(tree)
     arg = ArgLeaves(function, name, leaves, lambda: trees.paths(tree))
     for i, x in enumerate(leaves):
-        if forms.of(x) is not None:
+        if forms.find(x) is not None:
             remedy = "make it one by `carry_over(tree, like=shapes)`"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
         if x is None:

@@ -249,7 +249,7 @@ class Inputs(Parameters):
     def _check_kind(
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
-        form, expected_form = forms.of(moment), forms.of(x)
+        form, expected_form = forms.find(moment), forms.find(x)
         if form is not None and x is not None:
             form.check(arg, i, moment, x, real=real, remedy=OTHER_FORM)
             return

@@ -128,7 +128,7 @@ of_one_leaf = LeafFunction  # as methods are decorated
 def kernels_of(args: Sequence[Any], i: int) -> Any:
     """What makes the step of a leaf one operation, if the form of all its moments has it."""
     old = [x.old[i] for x in args if isinstance(x, Moment)]
-    found = {form and form.kernels(x) for x, form in zip(old, map(forms.of, old), strict=True)}
+    found = {form and form.kernels(x) for x, form in zip(old, map(forms.find, old), strict=True)}
     return found.pop() if len(found) == 1 else None
 
 

@@ -136,7 +136,7 @@ def zeros(
         if p is None or x is None:
             continue
         zeros_of = functools.partial(_zeros_of_part, p, names_of, dtype, real)
-        if (form_of_method := forms.of(x)) is not None:
+        if (form_of_method := forms.find(x)) is not None:
             zeros[i] = form_of_method.zeros(p, x, None, zeros_of, real)
         elif form is None or layout is None:
             zeros[i] = zeros_of(x)
@@ -182,7 +182,7 @@ def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
     if not forms.some(old):
         return
     for n, o in zip(new, old, strict=True):
-        if n is not None and (form := forms.of(o)) is not None and type(n) is not type(o):
+        if n is not None and (form := forms.find(o)) is not None and type(n) is not type(o):
             expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
             problem = f"a moment in {form.words}: {checks.describe(n)}"
             raise TypeError(f"{function}: {problem}, {expected}.")

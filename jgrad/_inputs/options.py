@@ -177,7 +177,7 @@ def rate_of_leaves(inputs: Inputs, name: str, learning_rate: LearningRate, step:
     arg = inputs.option(name, option)
     if any(map(np.ndim, arg.leaves)):
         if (share := told().share) is not None:
-            arg = share.of_layer(arg, inputs.shapes)
+            arg = share.numbers_of_layer(arg, inputs.shapes)
         checks.broadcastable(arg, inputs.updated_shapes())
     if inputs.notes is not None and jax.tree_util.all_leaves([option]):
         note(inputs.notes, name, jnp.mean(jnp.asarray(option)))
@@ -217,4 +217,4 @@ def mask(inputs: Parameters, name: str, tree: Mask | None) -> list[bool]:
 def _shapes(inputs: Parameters) -> PyTree:
     """What an option that is a function is called with: no share, but all parameters."""
     shapes, share = trees.map_leaves(checks.shape_and_dtype, inputs.shapes), told().share
-    return shapes if share is None else share.of_whole_model(shapes)
+    return shapes if share is None else share.whole_shapes(shapes)

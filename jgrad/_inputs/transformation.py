@@ -225,7 +225,7 @@ class MomentOptions(NamedTuple):
         arg, form = inputs.reference._replace(name=name, leaves=old), forms.named(self.dtype)
         layouts = [None] * len(old) if form is None else form.layouts(inputs, shapes, self)
         for i, (x, layout) in enumerate(zip(old, layouts, strict=True)):
-            came = None if forms.of_method(x) else forms.of(x)
+            came = None if forms.is_of_method(x) else forms.find(x)
             if not inputs.is_updated[i] or came is (None if layout is None else form):
                 continue
             if form is not None and came is form and form.may_be(inputs, i, self):
@@ -441,7 +441,7 @@ def pair(
             steps, new = update(updates, state, params, **extra_args)
         else:
             share.check(name, updates)
-            with share.within(own=True):
+            with share.within(is_own=True):
                 steps, new = update(updates, state, params, **extra_args)
             share.add(steps)
         if state is before:

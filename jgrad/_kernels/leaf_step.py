@@ -88,9 +88,9 @@ class LeafStep(NamedTuple):
         """What the function returns, and the moments that it was given in the place of its own."""
         leaves: list[Leaf] = jax.tree.leaves(args, is_leaf=_is_moment)
         structure: Structure = jax.tree.structure(args, is_leaf=_is_moment)
-        made = [make(x) if _is_moment(x) else x for x in leaves]
-        values = self.function(*structure.unflatten(made))
-        return values, [x for x, old in zip(made, leaves, strict=True) if _is_moment(old)]
+        arguments = [make(x) if _is_moment(x) else x for x in leaves]
+        values = self.function(*structure.unflatten(arguments))
+        return values, [x for x, old in zip(arguments, leaves, strict=True) if _is_moment(old)]
 
     def plain(self, *operands: jax.Array) -> list[jax.Array]:
         """The results as any program of XLA computes them."""
@@ -176,8 +176,8 @@ def on_shards(
     """
     if place.mesh is None:
         return kernel(operands, jnp.zeros((len(shape),), jnp.int32))
-    spec, of_rows = place.spec, whole_along(place, len(shape) - 1).spec
-    widths = {shape[-1]: spec, 1: of_rows, shape[-1] // SIZE: spec}
+    spec, row_spec = place.spec, whole_along(place, len(shape) - 1).spec
+    widths = {shape[-1]: spec, 1: row_spec, shape[-1] // SIZE: spec}
     specs = [widths[x.shape[-1]] if x.ndim > 1 else PartitionSpec() for x in operands]
     if AxisType.Explicit in place.mesh.axis_types:  # types of arrays are as these say
         put = functools.partial(NamedSharding, place.mesh)

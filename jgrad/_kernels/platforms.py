@@ -129,12 +129,12 @@ def _differentiated(
     """That of the plain step. Operands without tangents are constants, also if they are codes."""
     moving = [i for i, slope in enumerate(tangents) if not isinstance(slope, core.Zero)]
 
-    def of_moving(*xs: jax.Array) -> list[jax.Array]:
+    def moved(*xs: jax.Array) -> list[jax.Array]:
         replaced = dict(zip(moving, xs, strict=True))
         return step.plain(*(replaced.get(i, x) for i, x in enumerate(operands)))
 
     primals = tuple(operands[i] for i in moving)
-    return jax.jvp(of_moving, primals, tuple(tangents[i] for i in moving))
+    return jax.jvp(moved, primals, tuple(tangents[i] for i in moving))
 
 
 def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Equation | None]:

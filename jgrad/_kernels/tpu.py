@@ -66,9 +66,9 @@ def run(
 
 
 def _keys(rounding: Rounding, shape: tuple[int, ...]) -> _Keys:
-    of_leaf, first, part = rounding.keys
-    leaf = jnp.asarray(of_leaf)
-    sums = jnp.broadcast_to(rounding.of_step, leaf.shape) + leaf
+    leaf_keys, first, part = rounding.keys
+    leaf = jnp.asarray(leaf_keys)
+    sums = jnp.broadcast_to(rounding.keys_of_step, leaf.shape) + leaf
     if part is not None:
         first, part = part.first(shape), dataclasses.replace(part, index=())
     keys = sums[..., 0] + jnp.asarray(first), sums[..., 1]
@@ -112,7 +112,7 @@ class LeafKernel:
         """An argument of the function as the kernel is given it."""
         if kind in ("array", "scale"):
             return x if kind == "scale" else jnp.broadcast_to(x, self.leaf)
-        return _of_32_bits(x).reshape((1,) if kind == "scalar" else (*self.leaf[:-1], 1))
+        return _in_32_bits(x).reshape((1,) if kind == "scalar" else (*self.leaf[:-1], 1))
 
     def __call__(self, operands: Sequence[jax.Array], starts: jax.Array) -> list[jax.Array]:
         """What the kernel writes; `starts` says which element of the leaf is the first one here."""
@@ -187,11 +187,11 @@ class LeafKernel:
             read = [self._read(*pair, within, column) for pair in pairs]
             shapes = {"array": tile.shape, "scalar": ()}  # which nothing depends on
             values = [
-                _of_dtype(
-                    jnp.zeros(shapes.get(of, (together, 1)), jnp.int32) if i is None else read[i],
+                _in_dtype(
+                    jnp.zeros(shapes.get(kind, (together, 1)), jnp.int32) if i is None else read[i],
                     dtype,
                 )
-                for i, of, dtype in self.leaves
+                for i, kind, dtype in self.leaves
             ]
             for x, ref, kind in zip(self._results(values, tile), outputs, kinds, strict=True):
                 if kind == "array":
@@ -234,14 +234,14 @@ def _is_here(ref: Any, rows: int, column: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, 0) == jax.lax.rem(column, shape[0])
 
 
-def _of_32_bits(x: jax.Array) -> jax.Array:
+def _in_32_bits(x: jax.Array) -> jax.Array:
     """A number as a kernel can be given it: float32 or int32."""
     if x.dtype == jnp.uint32:
         return jax.lax.bitcast_convert_type(x, jnp.int32)
     return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
 
 
-def _of_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def _in_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """What was read in the dtype that it had, as far as a kernel has it."""
     if dtype == np.uint32:
         return jax.lax.bitcast_convert_type(x, jnp.uint32) if x.ndim else x.astype(jnp.uint32)

@@ -133,7 +133,7 @@ def all_names(function: str, mesh_axes: PyTree) -> set[str]:
 def is_for_many(mesh_axes: ArgLeaves) -> bool:
     """Whether one entry says it of several leaves, of which some may be on all devices."""
     leaves = mesh_axes.leaves
-    return bool(leaves) and leaves[0].of_all and (len(leaves) > 1 or mesh_axes.paths() != [""])
+    return bool(leaves) and leaves[0].is_for_all and (len(leaves) > 1 or mesh_axes.paths() != [""])
 
 
 def in_shard_map(mesh_axes: ArgLeaves, arrays: Sequence[Any]) -> ArgLeaves:

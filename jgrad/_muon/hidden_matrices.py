@@ -56,7 +56,7 @@ class HiddenMatrices:
         self._exclude = exclude
         self._layer_axes = read_layer_axes(_NAME, layer_axes)
         options = (("exclude", exclude, EXCLUDED), ("layer_axes", layer_axes, None))
-        self._given = [f"{name}={x!r}" for name, x, default in options if x != default]
+        self._shown = [f"{name}={x!r}" for name, x, default in options if x != default]
 
     def __call__(self, params: PyTree) -> PyTree:
         """A tree of bools like the parameters; None for None."""
@@ -109,7 +109,7 @@ class HiddenMatrices:
         return ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
 
     def __repr__(self) -> str:
-        return f"{_NAME}({', '.join(self._given)})"
+        return f"{_NAME}({', '.join(self._shown)})"
 
     def _rows(self, params: PyTree) -> list[tuple[str, Leaf, str]]:
         """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""

@@ -125,13 +125,13 @@ def orthogonalized(
     x = numerics.widen(x, numerics.real_dtype(x))
     if 0 in x.shape:
         return x
-    of_chunk = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)
-    of_cpu = functools.partial(of_chunk, by_gram=compute_dtype is None)
+    on_chunk = functools.partial(_chunk, coefficients=coefficients, compute_dtype=compute_dtype)
+    on_cpu = functools.partial(on_chunk, by_gram=compute_dtype is None)
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: _in_chunks(of_cpu, x, _CPU_CHUNK),
-        tpu=lambda x: _in_chunks(of_chunk, x, _TPU_CHUNK),
-        default=lambda x: _in_chunks(of_chunk, x, _CHUNK),
+        cpu=lambda x: _in_chunks(on_cpu, x, _CPU_CHUNK),
+        tpu=lambda x: _in_chunks(on_chunk, x, _TPU_CHUNK),
+        default=lambda x: _in_chunks(on_chunk, x, _CHUNK),
     )
 
 

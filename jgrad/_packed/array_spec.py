@@ -155,7 +155,7 @@ def _first_elements(span: Span) -> np.ndarray:
     return (layers + np.arange(span.blocks_per_layer) * WIDTH).reshape(-1).astype(np.uint32)
 
 
-def of_layout(layout: Layout, count: int) -> list[ArraySpec]:
+def specs_of_layout(layout: Layout, count: int) -> list[ArraySpec]:
     """One for each array of a packed tree, whose first leaf has this position."""
     arrays: list[ArraySpec] = []
     for name, shape in layout.shapes:

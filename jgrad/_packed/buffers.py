@@ -148,7 +148,7 @@ def _from_blocks(span: Span, x: jax.Array) -> jax.Array:
 
 def _geometry(span: Span) -> Geometry:
     """Where the blocks of a leaf are that is not in a buffer."""
-    return Geometry.of_leaf(span.layers.shape, span.layers.stacked)
+    return Geometry.for_leaf(span.layers.shape, span.layers.stacked)
 
 
 def _order_of_scale(span: Span) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ def _split_each(vectors: list[jax.Array], sizes: list[list[int]]) -> list[jax.Ar
     """Each vector in pieces of its sizes."""
 
     def plain(vectors: list[jax.Array]) -> list[jax.Array]:
-        return [y for x, of_x in zip(vectors, sizes, strict=True) for y in jax.lax.split(x, of_x)]
+        return [y for x, parts in zip(vectors, sizes, strict=True) for y in jax.lax.split(x, parts)]
 
     def nothing(vectors: list[jax.Array]) -> list[jax.Array]:
         # Zeros computed from the vectors, as the pieces are: `shard_map` requires that.

@@ -126,13 +126,13 @@ class Shard(NamedTuple):
         """
         return cls(axes, jax.lax.psum(1, axes)) if any(map(axis_exists, axes)) else None
 
-    def num_rows(self, of_buffer: int) -> int:
+    def num_rows(self, rows_of_buffer: int) -> int:
         """How many rows this device has of a buffer with so many."""
-        return of_buffer // self.devices
+        return rows_of_buffer // self.devices
 
-    def first_row(self, of_buffer: int) -> jax.Array:
+    def first_row(self, rows_of_buffer: int) -> jax.Array:
         """The first row that this device has of a buffer with so many."""
-        return jax.lax.axis_index(self.axes) * self.num_rows(of_buffer)
+        return jax.lax.axis_index(self.axes) * self.num_rows(rows_of_buffer)
 
     def slice(self, x: ArrayLike) -> jax.Array:
         """This device's rows of an array that is replicated."""
@@ -190,10 +190,10 @@ class Layout:
 
         If dtypes of buffers are given, the leaves have these; None for a dtype of None.
         """
-        of_buffers = dtypes or {}
+        dtype_of_buffer = dtypes or {}
         structs = [
             None
-            if span is None or (dtype := of_buffers.get(span.buffer, span.dtype)) is None
+            if span is None or (dtype := dtype_of_buffer.get(span.buffer, span.dtype)) is None
             else jax.ShapeDtypeStruct(span.layers.shape, dtype)
             for span in self.spans
         ]
@@ -322,12 +322,12 @@ def other_leaves(a: Layout, b: Layout, a_name: str, b_name: str) -> str:
     """
     if a.structure == b.structure:
         return ""
-    of_a, of_b = (leaf_names.rule_names(x.tree()) for x in (a, b))
-    both = (a_name, of_a, {*of_b}), (b_name, of_b, {*of_a})
-    firsts = [(who, next((x for x in of if x not in other), None)) for who, of, other in both]
+    names_a, names_b = (leaf_names.rule_names(x.tree()) for x in (a, b))
+    both = (a_name, names_a, {*names_b}), (b_name, names_b, {*names_a})
+    firsts = [(who, next((x for x in names if x not in other), None)) for who, names, other in both]
     if only := [f"only {who} has {x!r}" for who, x in firsts if x is not None]:
         return "; ".join(only)
-    pairs = itertools.zip_longest(of_a, of_b)  # one name may be that of two leaves
+    pairs = itertools.zip_longest(names_a, names_b)  # one name may be that of two leaves
     x, y = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
     return "" if x == y else f"{a_name} has {x!r} where {b_name} has {y!r}"
 

@@ -126,7 +126,7 @@ def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> j
     if count <= _ROWS:
         return f(arrays)
 
-    def of_chunk(start: jax.Array) -> jax.Array:
+    def norms_of_chunk(start: jax.Array) -> jax.Array:
         def chunk(x: jax.Array) -> jax.Array:
             if x.ndim == 2 and x.shape[0] == count:
                 return jax.lax.dynamic_slice_in_dim(x, start, _ROWS)
@@ -137,7 +137,7 @@ def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> j
     # The last chunk overlaps the one before it, so that it needs no compilation of its own.
     full, left = divmod(count, _ROWS)
     starts = [*range(0, full * _ROWS, _ROWS), *([count - _ROWS] if left else [])]
-    parts = jax.lax.map(of_chunk, jnp.asarray(starts, jnp.int32))
+    parts = jax.lax.map(norms_of_chunk, jnp.asarray(starts, jnp.int32))
     return jnp.concatenate([parts[:full].reshape(-1), parts[-1, _ROWS - left :]])
 
 

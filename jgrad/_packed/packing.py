@@ -81,7 +81,7 @@ class Packed(Generic[Tree]):
 
     def __jgrad_arrays__(self, first: int) -> list[ArraySpec]:
         """What each buffer stands for; the first leaf has this position among those of a tree."""
-        return array_spec.of_layout(self.layout, first)
+        return array_spec.specs_of_layout(self.layout, first)
 
     def __jgrad_shapes__(self, *, as_stored: bool) -> PyTree:
         """The unpacked tree, with shapes and dtypes: see `trees.shapes`."""
@@ -349,8 +349,8 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
             if buffer is None or span.is_unpacked:
                 expected[i] = buffer
             else:
-                of_leaf = jnp.float32 if isinstance(buffer, Blocks) else dtype
-                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, of_leaf)
+                leaf_dtype = jnp.float32 if isinstance(buffer, Blocks) else dtype
+                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, leaf_dtype)
     for i, leaf in enumerate(layout.spans):
         if leaf is None and leaves[i] is not None:
             arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected None")
@@ -366,7 +366,7 @@ def _problem(buffer: Array | None, span: Span, x: PyTree, dtype: np.dtype | None
     """What was expected of a leaf for a buffer, whose first leaf has this dtype; "" if it fits."""
     if buffer is None:
         return "" if x is None else "None, as in `like`"
-    if forms.of_method(buffer) or forms.of_method(x):
+    if forms.is_of_method(buffer) or forms.is_of_method(x):
         return "" if isinstance(x, type(buffer)) else checks.describe(buffer)
     if isinstance(buffer, Blocks):
         codec = codec_of(buffer)

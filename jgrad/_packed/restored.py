@@ -21,16 +21,19 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
     parts = jax.tree.leaves(likes, is_leaf=_has_numbers_alone)
     states = {type(x) for x in parts if _has_numbers_alone(x)}
 
-    def of_node(path: tuple[object, ...], x: PyTree) -> PyTree:
+    def as_node(path: tuple[object, ...], x: PyTree) -> PyTree:
         kind = _kind(x, states)
         if kind is None:
             return x
         if kind is not Packed:  # in a variable, if its fields are variables
-            node = _of_arrays(kind, x)
+            node = _from_arrays(kind, x)
             is_of_variables = kind not in states and isinstance(x[kind._fields[0]], dict)
             return {"value": node} if is_of_variables else node
         pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
-        buffers = {name: b if own is None else _of_arrays(own, b) for name, b, own in pairs}
+        buffers = {
+            name: b if own_kind is None else _from_arrays(own_kind, b)
+            for name, b, own_kind in pairs
+        }
         layouts, came = _layouts(buffers, path, likes), "the buffers of a packed tree"
         where = f"{function}: `old`{checks.at(jax.tree_util.keystr(path))}: {came}"
         if not layouts:
@@ -46,7 +49,7 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         return Packed({name: buffers.get(name) for name, _ in layout.shapes}, layout)
 
     is_leaf = lambda x: trees.is_leaf(x) or _kind(x, states) is not None  # noqa: E731
-    return jax.tree_util.tree_map_with_path(of_node, _in_order(tree), is_leaf=is_leaf)
+    return jax.tree_util.tree_map_with_path(as_node, _in_order(tree), is_leaf=is_leaf)
 
 
 def _in_order(tree: PyTree) -> PyTree:
@@ -83,7 +86,7 @@ def _are_numbers(*fields: PyTree) -> bool:
     return all(getattr(x, "shape", None) == () for x in fields)
 
 
-def _of_arrays(kind: type[Any], x: dict[str, PyTree]) -> PyTree:
+def _from_arrays(kind: type[Any], x: dict[str, PyTree]) -> PyTree:
     return kind(*(_array(x[name]) for name in kind._fields))
 
 
@@ -100,15 +103,15 @@ def _layouts(
     In each of `likes`, of those whose paths end most alike.
     """
 
-    def of_arrays(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
+    def shapes_of(x: dict[str, PyTree]) -> dict[str, tuple[int, ...]]:
         return {name: b.shape for name, b in x.items() if b is not None}
 
-    keys, shapes = leaf_names.keys_of(path), of_arrays(buffers)
+    keys, shapes = leaf_names.keys_of(path), shapes_of(buffers)
     layouts: list[Layout] = []
     for like in likes:
         by_likeness: dict[int, list[Layout]] = {}
         for key_path, x in jax.tree_util.tree_leaves_with_path(like, is_leaf=trees.is_packed):
-            is_it = trees.is_packed(x) and of_arrays(x.buffers) == shapes
+            is_it = trees.is_packed(x) and shapes_of(x.buffers) == shapes
             if is_it and x.layout.shard is None:
                 end = leaf_names.common_end(leaf_names.keys_of(key_path), keys)
                 by_likeness.setdefault(end, []).append(x.layout)

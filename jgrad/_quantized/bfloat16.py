@@ -21,7 +21,7 @@ def rounded(x: jax.Array, random: jax.Array) -> jax.Array:
     """
     added = jnp.where(jnp.abs(x) < LARGEST, random >> _DROPPED, jnp.uint32(0))
     bits = bits_of(x) + added
-    return of_bits(jnp.where(jnp.isnan(x), bits | _QUIET, bits))
+    return from_bits(jnp.where(jnp.isnan(x), bits | _QUIET, bits))
 
 
 def bits_of(x: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def bits_of(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def of_bits(bits: jax.Array) -> jax.Array:
+def from_bits(bits: jax.Array) -> jax.Array:
     """The bfloat16 numbers whose bits are the upper half of these."""
     return jax.lax.bitcast_convert_type((bits >> _DROPPED).astype(jnp.uint16), jnp.bfloat16)
 

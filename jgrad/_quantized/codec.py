@@ -152,7 +152,7 @@ UNSIGNED = Codec(np.dtype(np.uint8), encode_unsigned, decode_unsigned)
 BY_DTYPE = {codec.dtype: codec for codec in (SIGNED, UNSIGNED)}
 
 
-def of_moments(*, second: bool) -> Codec:
+def for_moments(*, second: bool) -> Codec:
     """That of first or of second moments."""
     return UNSIGNED if second else SIGNED
 

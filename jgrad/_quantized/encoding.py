@@ -70,7 +70,7 @@ def decoded(blocks: Blocks) -> jax.Array:
 
 def zeros(x: jax.Array, stacked: Sequence[int], codec: Codec) -> Blocks:
     """Zeros for an array of zeros, sharded as it is."""
-    target = Geometry.of_leaf(x.shape, stacked)
+    target = Geometry.for_leaf(x.shape, stacked)
 
     def blocks(x: jax.Array) -> Blocks:
         columns = [piece[..., :1] for piece in target.pieces(x)]
@@ -93,16 +93,16 @@ class Rounding(NamedTuple):
     """How codes are rounded.
 
     Attributes:
-      of_step: see `random_bits.step_keys`.
+      keys_of_step: see `random_bits.step_keys`.
       keys: of the array.
     """
 
-    of_step: jax.Array
+    keys_of_step: jax.Array
     keys: ElementKeys
 
     def bits(self, x: jax.Array) -> jax.Array:
         """32 random bits for each element of a leaf, or of some rows of a buffer."""
-        return bits_for(x, self.of_step, self.keys)
+        return bits_for(x, self.keys_of_step, self.keys)
 
     def in_bfloat16(self, x: jax.Array) -> jax.Array:
         """Rounded at random."""
@@ -111,7 +111,7 @@ class Rounding(NamedTuple):
     @staticmethod
     def to_bfloat16(bits: jax.Array) -> jax.Array:
         """The bfloat16 numbers whose bits are the upper half of these."""
-        return bfloat16.of_bits(bits)
+        return bfloat16.from_bits(bits)
 
 
 @jax.jit
@@ -180,10 +180,12 @@ def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Leaf) -> Bloc
     codes = like.codes if isinstance(like, Blocks) else like
     if not is_sharded(codes):
         return make(*args)
-    of_codes = jax.typeof(codes).sharding
+    codes_sharding = jax.typeof(codes).sharding
     same = isinstance(like, Blocks) and geometry(like) == target
-    of_scale = jax.typeof(like.scale).sharding if same else target.sharding_of_scale(of_codes)
-    return on_automatic_axes(make, Blocks(of_codes, of_scale), *args)
+    scale_sharding = (
+        jax.typeof(like.scale).sharding if same else target.sharding_of_scale(codes_sharding)
+    )
+    return on_automatic_axes(make, Blocks(codes_sharding, scale_sharding), *args)
 
 
 def _largest(compute: Callable[..., jax.Array], piece: Sequence[jax.Array | Blocks]) -> jax.Array:

@@ -27,7 +27,7 @@ class Geometry:
     scales: tuple[int, ...]
 
     @classmethod
-    def of_leaf(cls, shape: tuple[int, ...], stacked: Sequence[int] = ()) -> "Geometry":
+    def for_leaf(cls, shape: tuple[int, ...], stacked: Sequence[int] = ()) -> "Geometry":
         """Where the blocks are of an array whose layers are stacked over some axes."""
         if shape and shape[-1] % SIZE == 0 and len(shape) - 1 not in stacked:
             return cls(shape, (*shape[:-1], shape[-1] // SIZE))
@@ -48,7 +48,7 @@ class Geometry:
     @property
     def is_right(self) -> bool:
         """Whether the scales are those of such an array."""
-        return self == Geometry.of_leaf(self.shape, self.stacked)
+        return self == Geometry.for_leaf(self.shape, self.stacked)
 
     @property
     def _order(self) -> tuple[int, ...]:

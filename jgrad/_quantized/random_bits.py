@@ -91,17 +91,17 @@ def step_keys(step: jax.Array) -> jax.Array:
     return jnp.stack([first, mixed(first)])
 
 
-def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> jax.Array:
+def random_bits(keys_of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> jax.Array:
     """32 random bits for each element, as uint32.
 
     Args:
-      of_step: `step_keys`.
+      keys_of_step: `step_keys`.
       keys: of the array.
       elements: the number of each element in its leaf, or in its row, uint32.
     """
     column = (*np.shape(keys.first), *[1] * (elements.ndim - 1)) if np.ndim(keys.first) else ()
     leaf = jnp.asarray(keys.leaf)
-    sums = jnp.broadcast_to(of_step, leaf.shape) + leaf
+    sums = jnp.broadcast_to(keys_of_step, leaf.shape) + leaf
     first, second = sums[..., 0].reshape(column), sums[..., 1].reshape(column)
     if np.ndim(keys.first):
         first = first + jnp.asarray(keys.first).reshape(column)
@@ -109,10 +109,10 @@ def random_bits(of_step: jax.Array, keys: ElementKeys, elements: jax.Array) -> j
     return mixed(elements + first, second)
 
 
-def bits_for(x: jax.Array, of_step: jax.Array, keys: ElementKeys) -> jax.Array:
+def bits_for(x: jax.Array, keys_of_step: jax.Array, keys: ElementKeys) -> jax.Array:
     """32 random bits for each element of a leaf, or of some rows of a buffer."""
     # With explicit axes, each device would otherwise compute the bits of all devices.
-    return random_bits(of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
+    return random_bits(keys_of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
 
 
 def mixed(x: A, key: jax.Array | None = None) -> A:

@@ -86,14 +86,18 @@ def refreshed(
         dealing = orthogonalize.mesh_with(function, [side.basis for side in sides], shard_over)
     new: list[jax.Array] = [side.basis for side in sides]
     for members in groups.values():
-        of_size = [constants[i] for i in members]
-        for i, basis in zip(members, _of_one_size(of_size, what, dealing=dealing), strict=True):
+        sides_alike = [constants[i] for i in members]
+        for i, basis in zip(
+            members, _refreshed_alike(sides_alike, what, dealing=dealing), strict=True
+        ):
             new[i] = basis
     return new
 
 
 @jit_static_kwargs  # else each eager call compiles the conditional, whose functions are new
-def _of_one_size(sides: list[Side], what: jax.Array, *, dealing: Dealing | None) -> list[jax.Array]:
+def _refreshed_alike(
+    sides: list[Side], what: jax.Array, *, dealing: Dealing | None
+) -> list[jax.Array]:
     varying = varying_axes(*itertools.chain(*sides))
     averages, bases = (varying_over(list(x), varying) for x in zip(*sides, strict=True))
     keep = lambda averages, bases: bases  # noqa: E731
@@ -237,12 +241,12 @@ def _orthogonal(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     And that diagonal: what is left of each column behind those before it.
     """
 
-    def of(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def decompose(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         q, r = jnp.linalg.qr(x)
         diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)[..., None, :]
         return q * _phase(diagonal), jnp.abs(diagonal)
 
-    return _one_by_one(of, x)
+    return _one_by_one(decompose, x)
 
 
 def _one_by_one(decompose: Function, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -253,12 +257,12 @@ def _one_by_one(decompose: Function, x: jax.Array) -> tuple[jax.Array, jax.Array
     0.12; a loop is as fast on two cores.
     """
 
-    def of_next(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def body(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         new, more = decompose(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
         return jax.lax.dynamic_update_index_in_dim(x, new, i, 0), more
 
     def in_turn(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.lax.scan(of_next, x, jnp.arange(len(x)))
+        return jax.lax.scan(body, x, jnp.arange(len(x)))
 
     new: tuple[jax.Array, jax.Array]
     new = jax.lax.platform_dependent(x, cpu=in_turn, default=decompose)

@@ -299,7 +299,7 @@ def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> 
 
 def _rounding(stored: Leaf) -> float:
     """Of a moment in this form, relative to its elements, as it is left after some updates."""
-    form = forms.of(stored)
+    form = forms.find(stored)
     return 2 * float(jnp.finfo(stored.dtype).eps) if form is None else form.precision
 
 

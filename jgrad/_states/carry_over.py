@@ -122,13 +122,13 @@ def carry_over(
     chosen = () if reset is None else state_leaves.chosen(reset, params, shapes)
     before, after = map(state_leaves.with_seen, (before, after))
     has_params = params is not None
-    made, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
+    pairs, account = Matcher(before, after, chosen, momentum, has_params=has_params).match()
     if is_unnamed:
         account = dataclasses.replace(account, notes=(*account.notes, _UNNAMED))
     if strict and (lines := matching.lost_or_new(account)):
         raise ValueError(f"{NAME}: `strict`: True, expected nothing dropped or new:\n{lines}")
     expected, structure = trees.flatten(like)
-    is_in_place = all([y.position for y in source.old] == [x.position] for x, source in made)
+    is_in_place = all([y.position for y in source.old] == [x.position] for x, source in pairs)
     if is_in_place and trees.flatten(old)[1] == structure:  # packed buffers stay as they are
         arg = ArgLeaves.from_tree(NAME, "old", old).with_arrays()
         leaves = zip(expected, arg.leaves, strict=True)
@@ -136,7 +136,7 @@ def carry_over(
         state = structure.unflatten(new)
     else:
         structure, maker = trees.flatten(shapes)[1], _Leaves(old, before, params)
-        arrays = {leaf.position: maker.of(leaf, source) for leaf, source in made}
+        arrays = {leaf.position: maker.leaf_from(leaf, source) for leaf, source in pairs}
         state = structure.unflatten(map(arrays.get, range(structure.num_leaves)))
         state = packing.pack(state, like=cast(PyTree, like))
         state = forms.in_memory_of(like, state)
@@ -169,7 +169,7 @@ class _Leaves:
         """The parameters by their paths; none if there are none."""
         return dict(state_leaves.leaves_of(packing.unpack(self._params)))
 
-    def of(self, leaf: StateLeaf, source: Source) -> Leaf:
+    def leaf_from(self, leaf: StateLeaf, source: Source) -> Leaf:
         """A leaf of the new state."""
         like, arg = leaf.array, self._arg._replace(paths=lambda: [leaf.at])
         if source.detail == matching.IDENTITY:
@@ -190,8 +190,8 @@ class _Leaves:
             x = leaves[0] if leaves else self._parameter(leaf)  # no copies in `old`
             x = numerics.strong(jnp.array(numerics.wide(x), copy=True))
             return forms.converted(arg._replace(name="params"), 0, like, x)
-        if made := _OF_WINDOWS.get(source.detail):
-            leaves = [where_it_lies(lambda both: made(*map(numerics.wide, both)), leaves)]
+        if convert := _OF_WINDOWS.get(source.detail):
+            leaves = [where_it_lies(lambda both: convert(*map(numerics.wide, both)), leaves)]
         return forms.converted(self._arg, source.old[0].position, like, leaves[0])
 
     def _parameter(self, leaf: StateLeaf) -> Leaf:

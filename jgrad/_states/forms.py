@@ -14,7 +14,7 @@ from jgrad._trees.protocols import Leaf, PyTree
 
 def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """A leaf in the form and the memory of another; the same array where it has both already."""
-    if (form := forms.of(x)) is not None:
+    if (form := forms.find(x)) is not None:
         form.check_stored(arg, i, x)
         if form_of(x) == form_of(like):
             return in_memory_of(like, form.as_stored(x, like))
@@ -26,7 +26,7 @@ def converted(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
 
 def _on_device(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
     """A leaf in the form of another."""
-    form, wanted = forms.of(x), forms.of(like)
+    form, wanted = forms.find(x), forms.find(like)
     if form is not None and form is not wanted:
         if form.loses and wanted is None:
             arg.fail(i, ValueError, form.loses)
@@ -40,9 +40,9 @@ def _on_device(arg: ArgLeaves, i: int, like: Leaf, x: Leaf) -> Leaf:
 
 def zeros(arg: ArgLeaves, i: int, like: Leaf, beside: Leaf) -> Leaf:
     """Zeros in the form of a leaf, sharded as an array of its shape, if there is one."""
-    if (form := forms.of(beside)) is not None:
+    if (form := forms.find(beside)) is not None:
         beside = form.array(beside)
-    wanted = forms.of(like)
+    wanted = forms.find(like)
     dtype = like.dtype if wanted is None else wanted.array_dtype(like)
     zero = jnp.zeros(like.shape, dtype) if beside is None else numerics.zeros_like(beside, dtype)
     return zero if wanted is None else wanted.made_of(arg, i, like, zero)
@@ -50,7 +50,7 @@ def zeros(arg: ArgLeaves, i: int, like: Leaf, beside: Leaf) -> Leaf:
 
 def form_of(x: Leaf) -> tuple[Hashable, ...]:
     """What equal forms have in common, of which the first is as accounts call it."""
-    form = forms.of(x)
+    form = forms.find(x)
     return (str(x.dtype),) if form is None else form.form_of(x)
 
 

@@ -91,7 +91,7 @@ class Account:
     _entries: tuple[Entry, ...]
 
     @classmethod
-    def of_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
+    def from_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
         """The account of leaves, each with what happened to it."""
         ways = {
             what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
@@ -120,11 +120,11 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
     alike: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         alike.setdefault((entry.what, entry.part, entry.detail), []).append(entry)
-    of_part = collections.Counter(x.part for x in entries)
+    count_of_part = collections.Counter(x.part for x in entries)
     lines = []
     for (what, part, detail), leaves in sorted(alike.items(), key=lambda x: _ORDER.index(x[0][0])):
         count, name = len(leaves), leaves[0].name or "the tree"
-        if 1 < count == of_part[part]:
+        if 1 < count == count_of_part[part]:
             name = f"{part or name}, {count} leaves"
         elif count > 1:
             name = f"{name} and {count - 1} more"
@@ -206,15 +206,15 @@ class Matcher:
 
     def match(self) -> tuple[Made, Account]:
         """Each leaf of the new state with its source, and the account of all."""
-        made = [(x, self._source(x)) for x in self._like]
-        self._check_something_fits(made)
+        pairs = [(x, self._source(x)) for x in self._like]
+        self._check_something_fits(pairs)
         entries = [
             Entry(source.what, leaf.shown, leaf.called, source.detail)
-            for leaf, source in made
+            for leaf, source in pairs
             if leaf.role != "measured"
         ]
-        entries += [Entry(DROPPED, x.shown, x.called) for x in self._unused(made)]
-        return made, Account.of_entries(entries, list(self._notes(made)))
+        entries += [Entry(DROPPED, x.shown, x.called) for x in self._unused(pairs)]
+        return pairs, Account.from_entries(entries, list(self._notes(pairs)))
 
     # ---- what goes to what ---------------------------------------------------------------------
 
@@ -281,8 +281,8 @@ class Matcher:
             moment = self._brought.get(new.owner)
             owner, clock = getattr(moment, "owner", None), (moment or new).clock
             like = (owner, clock, new.seen, new.kind)
-            of_steps = ((x.owner, x.clock, x.seen, x.kind) for x in steps)
-            alike = [[*map(operator.eq, of_step, like)] for of_step in of_steps]
+            kinds_of_steps = ((x.owner, x.clock, x.seen, x.kind) for x in steps)
+            alike = [[*map(operator.eq, kind_of_step, like)] for kind_of_step in kinds_of_steps]
             best = [x for x, how in zip(steps, alike, strict=True) if how == max(alike)]
             step = next((x for x in best if x.position in free), best[-1])
             if step.kind == new.kind:
@@ -313,8 +313,8 @@ class Matcher:
         was, now = (forms.form_of(x.array) for x in (old, leaf))
         if was == now:
             return Source(KEPT, (old,))
-        said = f"{was[0]} to {now[0]}" if was[0] != now[0] else f"{now[0]} in other blocks"
-        return Source(CONVERTED, (old,), said)
+        change = f"{was[0]} to {now[0]}" if was[0] != now[0] else f"{now[0]} in other blocks"
+        return Source(CONVERTED, (old,), change)
 
     def _new(self, leaf: StateLeaf) -> Source:
         """Of a leaf that the old state does not have: as `like` has it, or as `init` makes it."""
@@ -339,54 +339,56 @@ class Matcher:
 
     # ---- what is said of it --------------------------------------------------------------------
 
-    def _unused(self, made: Made) -> Iterator[StateLeaf]:
+    def _unused(self, pairs: Made) -> Iterator[StateLeaf]:
         """What the new state has no place for. Of counters of one thing one is enough."""
-        used = {x.position for _, source in made for x in source.old}
+        used = {x.position for _, source in pairs for x in source.old}
         counted = {x.clock for x in self._old if x.role == "step" and x.position in used}
-        reset = {(x.field, x.keys) for x, source in made if source.what == RESET}
+        reset = {(x.field, x.keys) for x, source in pairs if source.what == RESET}
         for x in self._old:
             is_said = x.role == "measured" or (x.role == "step" and x.clock in counted)
             if not (x.position in used or is_said or (x.field, x.keys) in reset):
                 yield x
 
-    def _check_something_fits(self, made: Made) -> None:
+    def _check_something_fits(self, pairs: Made) -> None:
         """Something is kept or reset; and some moments or weights, where both states have some."""
         states = self._old, self._like
-        kept = [x for x, source in made if source.old or source.what == RESET]
+        kept = [x for x, source in pairs if source.old or source.what == RESET]
         moments = [[x for x in state if x.role == "moment"] for state in states]
         if all(moments):
             kept = [x for x in kept if x.role in OF_PARAMETERS]
         if all(states) and not kept:
             both = zip(moments, states, strict=True)
             came, expected = (
-                ", ".join(x.called or "arrays" for x in (of or state)[:3]) for of, state in both
+                ", ".join(x.called or "arrays" for x in (some or state)[:3]) for some, state in both
             )
             raise ValueError(
                 f"{NAME}: `old`: {came}, none of which `like` would keep, expected "
                 f"{expected}: name other paths by `rename`, or begin with zeros by `reset=True`."
             )
 
-    def _notes(self, made: Made) -> Iterator[str]:
+    def _notes(self, pairs: Made) -> Iterator[str]:
         """What an account says beside its lines: what the new optimizer makes of the state."""
-        firsts = {x.keys for x, _ in made if x.field == MW}
-        begun = [x for x, s in made if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts]
-        if begun and any(s.old for x, s in made if x.role == "step"):
+        firsts = {x.keys for x, _ in pairs if x.field == MW}
+        begun = [
+            x for x, s in pairs if x.field in (VW, IN_BASES) and not s.old and x.keys in firsts
+        ]
+        if begun and any(s.old for x, s in pairs if x.role == "step"):
             yield _BIAS.format(name=_names(begun))
         units: dict[tuple[str, str], list[StateLeaf]] = {}
-        for x, s in made:
+        for x, s in pairs:
             if x.field in (MW, VW) and s.old:
                 units.setdefault((s.old[0].unit, x.unit), []).append(x)
         for (was, now), leaves in units.items():
-            said = _KEPT if was != now else _ALIKE
+            remark = _KEPT if was != now else _ALIKE
             is_open = leaves[0].field == MW and now not in CERTAIN and self._momentum is None
             if was != now or is_open:
-                yield said.format(name=_names(leaves), was=was, now=now)
+                yield remark.format(name=_names(leaves), was=was, now=now)
 
 
 def _meaning(leaf: StateLeaf) -> Hashable:
     """By which leaves of two states are the same thing; None for counters of updates."""
-    of_params = leaf.role in ("moment", "weights", "factors")
-    seen = frozenset() if of_params else leaf.seen
+    is_of_params = leaf.role in ("moment", "weights", "factors")
+    seen = frozenset() if is_of_params else leaf.seen
     return None if leaf.role == "step" else (leaf.kind, leaf.field, leaf.keys, leaf.unit, seen)
 
 

@@ -134,7 +134,7 @@ def read(state: PyTree) -> list[StateLeaf]:
         if array is not None
     ]
     moments = {(x.owner, x.keys, x.field): x.array for x in leaves if x.role == "moment"}
-    factored = {owner for (owner, _, _), x in moments.items() if forms.of_method(x)}
+    factored = {owner for (owner, _, _), x in moments.items() if forms.is_of_method(x)}
     in_bases = {(x.owner, k) for x in leaves if x.role == "factors" for k in x.owners_keys}
 
     def with_unit(x: StateLeaf) -> StateLeaf:

@@ -83,9 +83,9 @@ def state_shardings(
         params_shardings = trees.map_leaves(lambda p: getattr(p, "sharding", None), params)
     arg = ArgLeaves.from_prefix(_NAME, name, params_shardings, "params", params)
     leaves, structure = trees.flatten(params)
-    given = [x for x in arg.leaves if x is not None]
-    devices = {d for x in given if isinstance(x, SingleDeviceSharding) for d in x.device_set}
-    is_alone = len(devices) == 1 and all(isinstance(x, SingleDeviceSharding) for x in given)
+    shardings = [x for x in arg.leaves if x is not None]
+    devices = {d for x in shardings if isinstance(x, SingleDeviceSharding) for d in x.device_set}
+    is_alone = len(devices) == 1 and all(isinstance(x, SingleDeviceSharding) for x in shardings)
     if is_alone:  # for which a mesh may stand
         mesh = Mesh(np.array([*devices]), ("device",))
         arg = arg._replace(leaves=[x and _on_mesh(x, mesh) for x in arg.leaves])
@@ -98,10 +98,10 @@ def state_shardings(
     tree = structure.unflatten(sharded)
     nodes = dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=trees.is_packed))
     followed = _Shardings(nodes, sharded, replicated, axes)
-    shardings = followed.of_state(variables.variables_of_blocks(state))
+    shardings = followed.for_state(variables.variables_of_blocks(state))
     shardings = jax.tree.map(_as_returned, variables.in_form_of(state, shardings), state)
     types = zip(jax.tree.leaves(shardings), program.out_avals, strict=True)
-    placed = [host_memory.sharded_where(x, of_type) for x, of_type in types]
+    placed = [host_memory.sharded_where(x, array_type) for x, array_type in types]
     if is_alone:
         (device,) = devices
         placed = [SingleDeviceSharding(device, memory_kind=x.memory_kind) for x in placed]
@@ -155,29 +155,29 @@ class _Shardings:
     replicated: NamedSharding
     axes: tuple[str, ...]
 
-    def of_state(self, state: PyTree) -> PyTree:
+    def for_state(self, state: PyTree) -> PyTree:
         """The sharding of each array of a state."""
 
-        def of_node(path: KeyPath, x: Leaf) -> Leaf:
+        def sharding(path: KeyPath, x: Leaf) -> Leaf:
             if trees.is_packed(x):
-                return self._of_packed(path, x)
+                return self._packed_shardings(path, x)
             is_factor = any(getattr(key, "name", None) == _FACTORS for key in path[:-1])
             ends = (path[:-1], path[:-2]) if is_factor else (path,)
             params = (p for p in map(self._followed, ends) if isinstance(p, _Sharded))
             param = next(params, None)
-            return self._like(_of_factor(param, x.shape) if param and is_factor else param, x)
+            return self._like(_factor_sharding(param, x.shape) if param and is_factor else param, x)
 
         def is_leaf(x: PyTree) -> bool:
             return trees.is_packed(x) or (x is not None and trees.is_leaf(x))
 
-        return jax.tree_util.tree_map_with_path(of_node, state, is_leaf=is_leaf)
+        return jax.tree_util.tree_map_with_path(sharding, state, is_leaf=is_leaf)
 
     def _followed(self, path: KeyPath) -> Leaf:
         """The parameter, or packed part of the parameters, whose path ends a path in the state."""
         ends = (path[start:] for start in range(len(path) + 1))
         return next((self.params[end] for end in ends if end in self.params), None)
 
-    def _of_packed(self, path: KeyPath, packed: Packed[Any]) -> Packed[Any]:
+    def _packed_shardings(self, path: KeyPath, packed: Packed[Any]) -> Packed[Any]:
         """The shardings of buffers: those of packed parameters, or of what `pack_small` packed."""
         params, layout = self._followed(path), packed.layout
         shardings = dict.fromkeys(packed.buffers)
@@ -196,13 +196,13 @@ class _Shardings:
 
     def _like(self, followed: _Sharded | None, x: Leaf, *, rows_only: bool = False) -> Leaf:
         """The sharding of the parameter, sharded further, where the shapes agree."""
-        if (form := forms.of(x)) is not None:
+        if (form := forms.find(x)) is not None:
 
-            def of_part(part: Leaf, of: Leaf = None, axis: int | None = None) -> Leaf:
-                whole = followed if axis is None else _in_words(followed, part, of, axis)
+            def part_sharding(part: Leaf, leaf: Leaf = None, axis: int | None = None) -> Leaf:
+                whole = followed if axis is None else _in_words(followed, part, leaf, axis)
                 return self._like(whole, part, rows_only=rows_only)
 
-            return form.shardings(x, of_part)
+            return form.shardings(x, part_sharding)
         sharding = None if followed is None else _fitted(followed, x.shape)
         if sharding is None:
             return self.replicated
@@ -233,14 +233,14 @@ def _fitted(followed: _Sharded, shape: tuple[int, ...]) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, _spec(axes))
 
 
-def _of_factor(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
+def _factor_sharding(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
     """Matrices of (..., n, n) for those of a parameter: first axes that both have are alike.
 
     The matrices themselves are whole, as they have to be inside of `shard_map`.
     """
     names: list[_Axes] = []
-    for n, own, x in zip(shape[:-2], followed.shape, followed.sharding.spec, strict=False):
-        if n != own:
+    for n, size, x in zip(shape[:-2], followed.shape, followed.sharding.spec, strict=False):
+        if n != size:
             break
         names.append(x)
     kind = followed.sharding.memory_kind

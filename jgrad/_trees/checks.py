@@ -138,7 +138,7 @@ def describe(x: Leaf) -> str:
     """What came, in a few words."""
     if x is None:
         return "None"
-    if (form := forms.of(x)) is not None:
+    if (form := forms.find(x)) is not None:
         return form.describe(x)
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         kind = "an array" if is_array(x) else f"a {type(x).__name__}"
@@ -242,11 +242,9 @@ def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgL
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = list(arg.beside(reference))
-    _, found, expected = zip(*both, strict=True) if both else ((), (), ())
+    _, leaves, like = zip(*both, strict=True) if both else ((), (), ())
     try:
-        chex.assert_trees_all_equal_shapes(
-            list(map(_as_array, found)), list(map(_as_array, expected))
-        )
+        chex.assert_trees_all_equal_shapes(list(map(_as_array, leaves)), list(map(_as_array, like)))
     except AssertionError:
         i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
         problem = f"shape {x.shape}, expected {r.shape}"
@@ -255,7 +253,7 @@ def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
 
 def _as_array(x: Leaf) -> Leaf:
     """What has the shape of an array in another form, and no parts; any other as it is."""
-    in_form = forms.of(x) is not None
+    in_form = forms.find(x) is not None
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if in_form else x
 
 

@@ -54,8 +54,8 @@ class Transformation(_Pair, Generic[State]):
         if self.call is None:
             return super().__repr__()
         name, args, kwargs = self.call
-        given = [_short(x) for x in args] + [f"{key}={_short(x)}" for key, x in kwargs.items()]
-        return f"{name}({', '.join(given)})"
+        shown = [_short(x) for x in args] + [f"{key}={_short(x)}" for key, x in kwargs.items()]
+        return f"{name}({', '.join(shown)})"
 
 
 Transformation.__module__ = "jgrad"  # where users import it from
@@ -132,11 +132,11 @@ def explained(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         if len(args) > most or not kwargs.keys() <= defaults.keys():
             known_names().refuse_arguments(name, len(args), kwargs, parameters)
-        made = function(*args, **kwargs)  # which has checked each value by itself
+        result = function(*args, **kwargs)  # which has checked each value by itself
         known_names().check_needs(name, kwargs, defaults)
-        if isinstance(made, Transformation):
-            made.call = name, args, kwargs
-        return made
+        if isinstance(result, Transformation):
+            result.call = name, args, kwargs
+        return result
 
     return checked
 

@@ -119,15 +119,15 @@ class Form:
         """Leaf `i`, an array or in any form, in the form and the parts of another one."""
         raise NotImplementedError
 
-    def shardings(self, x: Leaf, of_part: Callable[..., Leaf]) -> Leaf:
+    def shardings(self, x: Leaf, part_sharding: Callable[..., Leaf]) -> Leaf:
         """Its shardings, by parts.
 
         Args:
           x: the leaf.
-          of_part: that of the parameter for a part, along the axes that both have. With `of` and
-            `axis`, of the leaf whose elements along an axis are some to one of the part.
+          part_sharding: that of the parameter for a part, along the axes that both have. With
+            `leaf` and `axis`, of the leaf whose elements along an axis are some to one of the part.
         """
-        return self.kind(*map(of_part, x))
+        return self.kind(*map(part_sharding, x))
 
     # ---- in host memory
 
@@ -173,7 +173,7 @@ def boxed_by(boxes: ModuleType) -> None:
     _BOXES[:] = [boxes]
 
 
-def of(x: Leaf) -> Form | None:
+def find(x: Leaf) -> Form | None:
     """The form of a leaf; None for an array, or what else is none."""
     return BY_KIND.get(type(x))
 
@@ -198,9 +198,9 @@ def makers() -> list[tuple[type[Any], Callable[..., bool]]]:
     return [(form.kind, form.is_made_of) for form in BY_KIND.values()]
 
 
-def of_method(x: Leaf) -> bool:
+def is_of_method(x: Leaf) -> bool:
     """Whether a leaf is in a form that a method chose, and no user."""
-    form = of(x)
+    form = find(x)
     return form is not None and not form.name
 
 
@@ -265,7 +265,7 @@ def as_stored(new: PyTree, old: PyTree) -> PyTree:
 
 def belong_on_host(tree: PyTree, is_large: Callable[[Leaf], bool]) -> list[bool]:
     """Which arrays do."""
-    found: list[bool] = []
+    on_host: list[bool] = []
     for x in jax.tree.leaves(tree, is_leaf=is_one):
-        found += BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
-    return found
+        on_host += BY_KIND[type(x)].belong_on_host(x, is_large) if is_one(x) else [is_large(x)]
+    return on_host

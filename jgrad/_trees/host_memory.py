@@ -96,13 +96,13 @@ def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
     sources = [jax.typeof(x).memory_space for x in arrays]
     moved = iter(jax.device_put(arrays, space, src=sources))
     pairs = zip(leaves, chosen, strict=True)
-    found = [next(moved) if use else x for x, use in pairs]
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    placed = [next(moved) if use else x for x, use in pairs]
+    return jax.tree.unflatten(jax.tree.structure(tree), placed)
 
 
-def sharded_where(sharding: Any, of_type: Leaf) -> Any:
+def sharded_where(sharding: Any, array_type: Leaf) -> Any:
     """A sharding in the memory that a type names."""
-    on_host = bool(of_type.memory_space == jax.memory.Space.Host)
+    on_host = bool(array_type.memory_space == jax.memory.Space.Host)
     if on_host == (sharding.memory_kind == KIND):
         return sharding
     return sharding.with_memory_kind(KIND if on_host else None)
@@ -120,8 +120,8 @@ def add_note(error: ValueError, function: str, remedy: str, **arguments: PyTree)
     if "memory_space" not in str(error):
         return
     places = {name: place_on_host(tree) for name, tree in arguments.items()}
-    found = [f"`{name}` at {where}" for name, where in places.items() if where is not None]
-    came = f"{' and '.join(found)} in host memory" if found else "an array in host memory"
+    on_host = [f"`{name}` at {where}" for name, where in places.items() if where is not None]
+    came = f"{' and '.join(on_host)} in host memory" if on_host else "an array in host memory"
     error.add_note(f"{function}: {came}; {remedy}.")
 
 

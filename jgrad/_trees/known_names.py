@@ -71,23 +71,25 @@ NEEDS: dict[str, tuple[Need, ...]] = {
 }
 
 
-def check_needs(function: str, given: Mapping[str, object], defaults: Mapping[str, object]) -> None:
+def check_needs(
+    function: str, options_given: Mapping[str, object], defaults: Mapping[str, object]
+) -> None:
     """An error for the first option that a call gives, and that has no effect.
 
     Args:
       function: what users call.
-      given: the options of the call.
+      options_given: the options of the call.
       defaults: of all options.
     """
 
     def is_met(need: Need, option: str) -> bool:
         if need.is_met is not None:
-            return need.is_met(given.get(option, defaults[option]))
-        if option in given:
-            return given[option] is not None
+            return need.is_met(options_given.get(option, defaults[option]))
+        if option in options_given:
+            return options_given[option] is not None
         return bool(defaults[option])  # what a call leaves at 0 was forgotten
 
-    for name, x in given.items():
+    for name, x in options_given.items():
         for need in NEEDS.get(name, ()):
             met = [is_met(need, option) for option in need.options if option in defaults]
             if met and not any(met) and _differs(x, defaults[name]):

@@ -24,10 +24,10 @@ _SHOWN = 3  # paths named in a message
 def _expression(pattern: str) -> re.Pattern[str]:
     """What matches paths with a slash behind each key."""
     keys = pattern.split("/")
-    return re.compile("".join(map(_of_key, keys)), re.DOTALL)
+    return re.compile("".join(map(_pattern_of_key, keys)), re.DOTALL)
 
 
-def _of_key(key: str) -> str:
+def _pattern_of_key(key: str) -> str:
     if key == _ANY_KEYS:
         return "(?:[^/]*/)*"
     return "[^/]*".join(map(re.escape, key.split(_WITHIN_KEY))) + "/"

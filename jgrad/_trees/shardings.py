@@ -39,13 +39,13 @@ class Placement:
         out. None where nobody says which axis is sharded.
       anywhere: mesh axes over which it is sharded, along an axis that nobody names.
       mesh: the one with these axes, once a program is traced there.
-      of_all: whether one entry says it of all leaves, which types may overrule.
+      is_for_all: whether one entry says it of all leaves, which types may overrule.
     """
 
     per_axis: MeshAxesPerAxis | None = None
     anywhere: tuple[str, ...] = ()
     mesh: Any = None
-    of_all: bool = False
+    is_for_all: bool = False
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -78,7 +78,7 @@ def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
     """A tree with a `Placement` for each entry."""
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
     tree = read_leaves(function, "mesh_axes", mesh_axes, _placement, expected)
-    return dataclasses.replace(tree, of_all=True) if isinstance(tree, Placement) else tree
+    return dataclasses.replace(tree, is_for_all=True) if isinstance(tree, Placement) else tree
 
 
 def _placement(x: PyTree) -> Placement | None:
@@ -252,13 +252,13 @@ def varying_axes(*arrays: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> tuple[
 def varying_over(tree: PyTree, names: Sequence[str]) -> PyTree:
     """The same numbers, each array typed as varying along these mesh axes, too."""
 
-    def of_array(x: Leaf) -> Leaf:
+    def varied(x: Leaf) -> Leaf:
         if not isinstance(x, jax.Array):
             return x
         missing = tuple(name for name in names if name not in varying_axes(x))
         return _varying(x, missing) if missing else x
 
-    return jax.tree.map(of_array, tree) if names else tree
+    return jax.tree.map(varied, tree) if names else tree
 
 
 def varying_as(arrays: Sequence[jax.Array]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 `step_in_backward` updates a layer as soon as its gradient is known. It calls a transformation with
 the leaves of one share, and None for all others, while `told` returns this `Share`. Anything that
-is computed from all leaves together asks it for the number of all shares (`told.of_all`), and
+is computed from all leaves together asks it for the number of all shares (`told.over_shares`), and
 stochastic rounding asks it for the position of a layer in its stack. Anything that needs the
 gradients of the whole model at once raises an error (`told.refuse`).
 """
@@ -80,18 +80,18 @@ class Share:
             return self._known[key]
         return combine.two(self._others[key], part) if key in self._others else part
 
-    def _shape(self, path: KeyPath, own: jax.ShapeDtypeStruct | None) -> object:
+    def _shape(self, path: KeyPath, here: jax.ShapeDtypeStruct | None) -> object:
         """That of a parameter in the whole model, in the dtype that it has here."""
         whole = self._shapes.get(path)
-        if own is None or whole is None:
-            return own if whole is None else whole
-        return jax.ShapeDtypeStruct(whole.shape, own.dtype)
+        if here is None or whole is None:
+            return here if whole is None else whole
+        return jax.ShapeDtypeStruct(whole.shape, here.dtype)
 
-    def of_whole_model(self, shapes: PyTree) -> PyTree:
+    def whole_shapes(self, shapes: PyTree) -> PyTree:
         """The shapes of all parameters, for those of the share."""
         return jax.tree_util.tree_map_with_path(self._shape, shapes, is_leaf=lambda x: x is None)
 
-    def of_layer(self, arg: ArgLeaves, shapes: PyTree) -> ArgLeaves:
+    def numbers_of_layer(self, arg: ArgLeaves, shapes: PyTree) -> ArgLeaves:
         """Numbers for the elements of each leaf; where a layer is updated by itself, those of it.
 
         Args:
@@ -125,9 +125,9 @@ class Share:
             )
         self.is_foreign = True
 
-    def within(self, *, own: bool) -> AbstractContextManager[object]:
+    def within(self, *, is_own: bool) -> AbstractContextManager[object]:
         """Marks operations as this library's own, or as those of what is inside, if it marks."""
-        return jax.named_scope(_OWN if own else _OTHERS) if self._marks else nullcontext()
+        return jax.named_scope(_OWN if is_own else _OTHERS) if self._marks else nullcontext()
 
 
 _OWN, _OTHERS = "jgrad:own", "jgrad:others"
@@ -135,8 +135,8 @@ _OWN, _OTHERS = "jgrad:own", "jgrad:others"
 
 def is_others(scopes: str) -> bool | None:
     """Whether an operation in named scopes is one of another library; None if nothing says it."""
-    own, others = scopes.rfind(_OWN), scopes.rfind(_OTHERS)
-    return None if own == others else others > own
+    last_own, last_others = scopes.rfind(_OWN), scopes.rfind(_OTHERS)
+    return None if last_own == last_others else last_others > last_own
 
 
 def in_stack(keys: np.ndarray, size: int) -> np.ndarray | jax.Array:

@@ -41,8 +41,8 @@ def trace_state() -> Hashable:
     Where JAX does not say it, each is another one: what wrappers tell each other is then forgotten,
     and they compute it again.
     """
-    found = unpromised.find("get_opaque_trace_state")
-    return object() if found is None else found()
+    state = unpromised.find("get_opaque_trace_state")
+    return object() if state is None else state()
 
 
 class Stack(NamedTuple):
@@ -90,11 +90,11 @@ class Told(NamedTuple):
     stacks: Mapping[KeyPath, Stack] = MappingProxyType({})
     directions: list[tuple[str, object]] | None = None
 
-    def finite_with(self, given: bool | jax.Array | None) -> bool | jax.Array | None:
+    def finite_with(self, argument: bool | jax.Array | None) -> bool | jax.Array | None:
         """`finite`, and what a call says of it by an argument."""
-        if self.finite is None or given is None:
-            return given if self.finite is None else self.finite
-        return self.finite & given
+        if self.finite is None or argument is None:
+            return argument if self.finite is None else self.finite
+        return self.finite & argument
 
 
 NOTHING = Told()
@@ -103,10 +103,10 @@ _told: ContextVar[Told] = ContextVar("told", default=NOTHING)
 
 def told() -> Told:
     """The record that is valid in this trace; `jax.jit` caches its program for later calls."""
-    said = _told.get()
-    if said is NOTHING or said.trace == trace_state():
-        return said
-    return said._replace(
+    record = _told.get()
+    if record is NOTHING or record.trace == trace_state():
+        return record
+    return record._replace(
         commit=None, windows=None, finite=None, notes=None, is_dry=False, directions=None
     )
 
@@ -117,9 +117,9 @@ def note(notes: dict[str, jax.Array] | None, name: str, value: jax.typing.ArrayL
         notes[name] = jnp.asarray(value).astype(jnp.float32)
 
 
-def telling(**said: Any) -> AbstractContextManager[Told]:
+def telling(**changes: Any) -> AbstractContextManager[Told]:
     """Adds to the record for everything that is called meanwhile."""
-    return during(_told, told()._replace(**said, trace=trace_state()))
+    return during(_told, told()._replace(**changes, trace=trace_state()))
 
 
 # ---- in `step_in_backward` ---------------------------------------------------------------------
@@ -148,7 +148,7 @@ EVERY = Combine(jnp.logical_and, _like(True))
 SUM = Combine(lambda a, b: a + b, _like(0))
 
 
-def of_all(function: str, combine: Combine, part: PyTree) -> PyTree:
+def over_shares(function: str, combine: Combine, part: PyTree) -> PyTree:
     """What all shares together say; `part` itself outside of `step_in_backward`.
 
     Args:

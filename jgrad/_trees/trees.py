@@ -74,9 +74,9 @@ def is_packed(x: PyTree) -> bool:
     return hasattr(type(x), "__jgrad_arrays__")
 
 
-def any_packed(*of: PyTree) -> bool:
+def any_packed(*arguments: PyTree) -> bool:
     """Whether there is such a node somewhere."""
-    return any(map(is_packed, jax.tree.leaves(of, is_leaf=is_packed)))
+    return any(map(is_packed, jax.tree.leaves(arguments, is_leaf=is_packed)))
 
 
 def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
@@ -85,10 +85,10 @@ def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
     Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
     """
 
-    def of_node(x: PyTree) -> PyTree:
+    def unpacked(x: PyTree) -> PyTree:
         return x.__jgrad_shapes__(as_stored=as_stored) if is_packed(x) else x
 
-    return jax.tree.map(of_node, tree, is_leaf=is_packed)
+    return jax.tree.map(unpacked, tree, is_leaf=is_packed)
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:
@@ -212,14 +212,14 @@ def differences(
             names = f"{a_name}{here}", f"{b_name}{here}"
             yield from static_a.__jgrad_differences__(static_b, *names)
             return
-        of_a, of_b = dict(inner_a), dict(inner_b)
-        for name, present, other in ((a_name, of_a, of_b), (b_name, of_b, of_a)):
+        in_a, in_b = dict(inner_a), dict(inner_b)
+        for name, present, other in ((a_name, in_a, in_b), (b_name, in_b, in_a)):
             for key in present:
                 if key not in other:
                     yield f"only {name} has {jax.tree_util.keystr((*path, key))}"
-        for key in of_a:
-            if key in of_b:
-                yield from compare(of_a[key], of_b[key], (*path, key))
+        for key in in_a:
+            if key in in_b:
+                yield from compare(in_a[key], in_b[key], (*path, key))
 
     return compare(a, b, ())
 

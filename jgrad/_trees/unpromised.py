@@ -36,14 +36,14 @@ class Unpromised:
     def __getattr__(self, name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(name)
-        if (found := find(name)) is None:
+        if (value := find(name)) is None:
             expected = "expected a version that jgrad was tested with, see its README"
             raise ImportError(
                 f"{self._feature}: JAX {jax.__version__} has no `{_HOMES[name][0]}.{name}`, "
                 f"which it does not promise, {expected}."
             )
-        vars(self)[name] = found
-        return found
+        vars(self)[name] = value
+        return value
 
 
 def find(name: str) -> Any:

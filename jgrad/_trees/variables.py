@@ -83,13 +83,13 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
     """The tree with `Blocks` of variables for variables of `Blocks`, as of each other form."""
 
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
-        if forms.of(x) is not None and getattr(path[-1], "name", None) == "value":
+        if forms.find(x) is not None and getattr(path[-1], "name", None) == "value":
             break
     else:
         return tree  # in most calls
 
     def holds_blocks(x: PyTree) -> bool:
-        return is_box(x) and forms.of(_value(x)) is not None
+        return is_box(x) and forms.find(_value(x)) is not None
 
     def turned(x: PyTree) -> PyTree:
         if not holds_blocks(x):
@@ -98,7 +98,7 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
         form = forms.known(parts)
         return form.kind(
             *(
-                _with_value(x, part) if i == form.named_part else _of_part(x, part, parts.shape)
+                _with_value(x, part) if i == form.named_part else _box_of_part(x, part, parts.shape)
                 for i, part in enumerate(parts)
             )
         )
@@ -110,7 +110,7 @@ def variables_of_blocks(tree: PyTree) -> PyTree:
     """The tree with variables of forms for forms of variables; the same if there are none."""
 
     for x in jax.tree.leaves(tree, is_leaf=is_leaf):
-        if forms.of(x) is not None and not isinstance(x[0], jax.Array):
+        if forms.find(x) is not None and not isinstance(x[0], jax.Array):
             break
     else:
         return tree  # in most calls
@@ -133,7 +133,7 @@ def in_form_of(tree: PyTree, turned: PyTree) -> PyTree:
 
 
 def _has_variables(x: PyTree) -> bool:
-    return forms.of(x) is not None and is_box(x[0])
+    return forms.find(x) is not None and is_box(x[0])
 
 
 def _value(box: PyTree) -> Leaf:
@@ -145,7 +145,7 @@ def _with_value(box: PyTree, x: PyTree) -> PyTree:
     return jax.tree.map(lambda _: x, box, is_leaf=lambda y: y is not box)
 
 
-def _of_part(box: PyTree, part: PyTree, shape: Sequence[int]) -> PyTree:
+def _box_of_part(box: PyTree, part: PyTree, shape: Sequence[int]) -> PyTree:
     """The box of scales, rows or columns, from that of the array: sharded along the same axes.
 
     Args:
@@ -170,9 +170,9 @@ def _with_names(boxes: Sequence[PyTree], x: PyTree, change: Callable[..., Names]
 
     box = boxes[0]
     if not is_variable(box):
-        made = _with_value(box, x)
+        new = _with_value(box, x)
         has_names = hasattr(box, "names")
-        return made.replace(names=changed(*(y.names for y in boxes))) if has_names else made
+        return new.replace(names=changed(*(y.names for y in boxes))) if has_names else new
     first, *_ = metadata = [dict(y.get_metadata()) for y in boxes]
     named = {key: changed(*(y[key] for y in metadata)) for key in _SHARDINGS if key in first}
     return type(box).from_metadata(x, first | named)

@@ -2,15 +2,15 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
+from jgrad._arithmetic.programs import Atom, ClosedProgram
 from jgrad._arithmetic.slices import Pruned, SlicedResult, Unknown
 from jgrad._trees import forms, host_memory, shardings
 from jgrad._trees.host_memory import is_array
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import told
 from jgrad._trees.trees import Structure
 
@@ -27,15 +27,15 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     arrays = list(filter(is_array, leaves))
     if told().share is not None or sum(x.size for x in arrays) <= host_memory.SLICE:
         return _on_device(init, params)
-    state: list[Any] = []
+    state: list[Leaf] = []
     form: Structure = structure
     moves: list[bool] = []
 
     def f(*arrays: jax.Array) -> list[jax.Array]:
         nonlocal state, form, moves
-        made = forms.to_words(init(structure.unflatten(_replaced(leaves, arrays))))
-        state, form = jax.tree.flatten(made)
-        pairs = zip(state, forms.belong_on_host(made, host_memory.is_large), strict=True)
+        tree = forms.to_words(init(structure.unflatten(_replaced(leaves, arrays))))
+        state, form = jax.tree.flatten(tree)
+        pairs = zip(state, forms.belong_on_host(tree, host_memory.is_large), strict=True)
         moves = [belongs for x, belongs in pairs if is_array(x)]
         return list(filter(is_array, state))
 
@@ -56,7 +56,7 @@ def _on_device(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     return host_memory.to_host(state, forms.belong_on_host(state, host_memory.is_large))
 
 
-def _forgets_shards(closed: Any, arrays: Sequence[Any]) -> bool:
+def _forgets_shards(closed: ClosedProgram, arrays: Sequence[jax.Array | np.ndarray]) -> bool:
     """Whether a program would make whole arrays where the function by itself makes shards.
 
     Those of another library's `jnp.zeros_like`, of leaves that are sharded.
@@ -67,13 +67,13 @@ def _forgets_shards(closed: Any, arrays: Sequence[Any]) -> bool:
     return any(not Pruned(closed, [x]).inputs for x in large)
 
 
-def _replaced(leaves: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+def _replaced(leaves: Sequence[Leaf], arrays: Sequence[Leaf]) -> list[Leaf]:
     """The leaves of a tree with other arrays."""
-    given = iter(arrays)
-    return [next(given) if is_array(x) else x for x in leaves]
+    remaining = iter(arrays)
+    return [next(remaining) if is_array(x) else x for x in leaves]
 
 
-def _has_rows(x: Any) -> bool:
+def _has_rows(x: jax.Array) -> bool:
     """Whether each device has its part of all rows, as far as it can be known."""
     if not isinstance(x, jax.core.Tracer):
         return isinstance(x, np.ndarray) or x.sharding.shard_shape(x.shape)[:1] == x.shape[:1]
@@ -86,7 +86,7 @@ def _has_rows(x: Any) -> bool:
 
 
 def _in_slices(
-    closed: Any, has_rows: Sequence[bool], moves: Sequence[bool], *arrays: jax.Array
+    closed: ClosedProgram, has_rows: Sequence[bool], moves: Sequence[bool], *arrays: jax.Array
 ) -> list[jax.Array]:
     """The results of a program, some in host memory, and these in slices where they are known."""
     results = closed.jaxpr.outvars
@@ -100,16 +100,16 @@ def _in_slices(
     ]
 
 
-def _sliced(closed: Any, result: Any, has_rows: Sequence[bool]) -> SlicedResult | None:
+def _sliced(closed: ClosedProgram, result: Atom, has_rows: Sequence[bool]) -> SlicedResult | None:
     """How slices of a result of a program are computed; None where it is small, or not known."""
     count = host_memory.slices(result.aval.shape)
     if count is None:
         return None
     try:
-        found = SlicedResult(closed, result, count)
+        slices = SlicedResult(closed, result, count)
     except Unknown:
         return None
-    return found if all(has_rows[i] for i in found.inputs) else None
+    return slices if all(has_rows[i] for i in slices.inputs) else None
 
 
 def _stacked(sliced: SlicedResult, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -23,7 +23,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
 from jgrad._trees.shardings import read_mesh_axes
-from jgrad._trees.told import note, of_all, told
+from jgrad._trees.told import note, over_shares, told
 from jgrad._wrappers import decisions
 
 
@@ -134,7 +134,7 @@ def clip_by_global_norm(
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
-        norm = of_all(name, norms.OF_SHARES, norm)
+        norm = over_shares(name, norms.OF_SHARES, norm)
         bound = norm
         if of == "previous":
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))

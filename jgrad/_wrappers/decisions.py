@@ -20,7 +20,7 @@ from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import all_names, in_shard_map
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.told import EVERY, of_all, telling, told
+from jgrad._trees.told import EVERY, over_shares, telling, told
 
 T = TypeVar("T")
 Static = TypeVar("Static")
@@ -53,7 +53,7 @@ def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
     faults = leafwise.run(calls)
     stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
     flag = agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
-    everywhere: jax.Array = of_all("skip_nonfinite", EVERY, flag)
+    everywhere: jax.Array = over_shares("skip_nonfinite", EVERY, flag)
     return everywhere
 
 

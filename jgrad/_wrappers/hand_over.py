@@ -5,7 +5,7 @@ for those that reject updates: they choose between new and old arrays after the 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import telling, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -37,11 +37,11 @@ class WrapperInputs(Inputs):
     """
 
     def __init__(
-        self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, Any]
+        self, function: str, updates: PyTree, params: PyTree, extra_args: dict[str, PyTree]
     ) -> None:
         self._around = told()
-        own = self._around._replace(notes=None, undecayed=None)  # which are for what is inside
-        super().__init__(function, updates, params, own)
+        record = self._around._replace(notes=None, undecayed=None)  # which are for what is inside
+        super().__init__(function, updates, params, record)
         self.extra_args = extra_args
 
     def hand_over(
@@ -50,7 +50,7 @@ class WrapperInputs(Inputs):
         gradients: PyTree,
         state: PyTree,
         params: PyTree,
-        **said: Any,
+        **told_beside: object,
     ) -> tuple[PyTree, PyTree]:
         """Updates and the new state of the transformation inside.
 
@@ -59,9 +59,9 @@ class WrapperInputs(Inputs):
           gradients: what it is to see.
           state: its state.
           params: what it is to optimize.
-          said: what it is told in addition to what this wrapper is told.
+          told_beside: what it is told in addition to what this wrapper is told.
         """
-        with telling(**said):
+        with telling(**told_beside):
             return tx.update(gradients, state, params, **self.extra_args)
 
 
@@ -98,7 +98,7 @@ class RejectingInputs(WrapperInputs):
         updates: PyTree,
         params: PyTree,
         state: PyTree,
-        extra_args: dict[str, Any],
+        extra_args: dict[str, PyTree],
     ) -> None:
         super().__init__(function, updates, params, extra_args)
         self.commit, self.state, self.params = None, state, params
@@ -107,9 +107,9 @@ class RejectingInputs(WrapperInputs):
         self.finite: Flag | None = None
         if self.leaves_out:
             self.outer = self._around.windows
-            given = extra_args.get("finite")
-            checks.flag(function, "finite", given)
-            self.finite = self._around.finite_with(given)
+            argument = extra_args.get("finite")
+            checks.flag(function, "finite", argument)
+            self.finite = self._around.finite_with(argument)
 
     def tried(
         self,
@@ -136,8 +136,8 @@ class RejectingInputs(WrapperInputs):
         agreed = functools.partial(decisions.agreed, mesh_axes=judged_on or ())
         commit = Commit(flag, self.outer, clips=clips, judged=judged, agreed=agreed)
         finite = self.finite if judged_on is None else flag
-        said = {"windows": commit, "finite": finite} if self.leaves_out else {"commit": commit}
-        steps, new = self.hand_over(tx, gradients, self.state, self.params, **said)
+        decision = {"windows": commit, "finite": finite} if self.leaves_out else {"commit": commit}
+        steps, new = self.hand_over(tx, gradients, self.state, self.params, **decision)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
         return Tried(commit, (self.directions(trees.flatten(steps)[0]), new))
@@ -165,13 +165,13 @@ class RejectingInputs(WrapperInputs):
 def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
     """What is kept if an update is rejected: the old state, or what its parts say."""
 
-    def of_part(o: PyTree, n: PyTree) -> PyTree:
+    def kept(o: PyTree, n: PyTree) -> PyTree:
         return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o
 
-    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
+    return jax.tree.map(kept, old, new, is_leaf=_is_window)
 
 
-def beside_windows(new: PyTree, old: PyTree) -> list[tuple[Any, Any]]:
+def beside_windows(new: PyTree, old: PyTree) -> list[tuple[Leaf, Leaf]]:
     """The new and old arrays of a state that belong to no wrapper which leaves gradients out."""
     pairs = (jax.tree.leaves(x, is_leaf=_is_window) for x in (new, old))
     return [(n, o) for n, o in zip(*pairs, strict=True) if not _is_window(n)]
@@ -180,12 +180,12 @@ def beside_windows(new: PyTree, old: PyTree) -> list[tuple[Any, Any]]:
 def _with_sums(old: PyTree, new: PyTree) -> PyTree:
     """The old state with zeros for each sum of gradients that an update has made for its window."""
 
-    def of_part(o: PyTree, n: PyTree) -> PyTree:
+    def with_zeros(o: PyTree, n: PyTree) -> PyTree:
         if not _is_window(o) or o.total is not None or n.total is None:
             return o
         return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
 
-    return jax.tree.map(of_part, old, new, is_leaf=_is_window)
+    return jax.tree.map(with_zeros, old, new, is_leaf=_is_window)
 
 
 def _is_window(x: PyTree) -> bool:

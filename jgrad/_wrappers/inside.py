@@ -188,7 +188,7 @@ def marked_as_offload(tx: Transformation) -> Transformation:
     return tx
 
 
-def is_offload(tx: Any) -> bool:
+def is_offload(tx: object) -> bool:
     """Whether a transformation is an `offload`."""
     return hasattr(getattr(tx, "update", None), _OFFLOADED)
 
@@ -246,13 +246,13 @@ def _in_shares(
     """`tx`, of which a share knows what it is given and what it returns."""
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         share = told().share
         if share is None:
             return tx.update(updates, state, params, **extra_args)
         share.add(updates)
-        with share.within(own=False):
+        with share.within(is_own=False):
             steps, new = tx.update(updates, state, params, **extra_args)
         share.check(function, steps)
         return steps, new

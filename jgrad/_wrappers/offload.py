@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jgrad._inputs.transformation import pair
 from jgrad._trees import forms, host_memory
 from jgrad._trees.annotations import Inner
@@ -101,7 +99,7 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
         return begun(tx.init, params)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         on_device = forms.to_codes(host_memory.to_device(state))
         steps, new = tx.update(updates, on_device, params, **extra_args)

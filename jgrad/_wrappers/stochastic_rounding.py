@@ -140,12 +140,14 @@ def stochastic_rounding(
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(jnp.asarray(state.done))
         wide = parameters.wide_gradients(updates, params, _is_rounded)
-        wide_params, of_step = _wide(params), step_keys(step)
+        wide_params, keys_of_step = _wide(params), step_keys(step)
         places = places_of(inputs, mesh_axes)
 
         def arrays(i: int) -> tuple[Any, Rounding]:
             p, place = inputs.reference.leaves[i], places[i] if places else None
-            return p, Rounding(of_step, element_keys(inputs.specs[i], seed, _PURPOSE, p, place))
+            return p, Rounding(
+                keys_of_step, element_keys(inputs.specs[i], seed, _PURPOSE, p, place)
+            )
 
         def rest(i: int) -> Rest | None:
             after = rest_of(inputs, i)

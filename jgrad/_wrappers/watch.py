@@ -23,7 +23,7 @@ from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._trees.told import SUM, of_all, told
+from jgrad._trees.told import SUM, over_shares, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -68,11 +68,11 @@ def _norms_of(
         ],
         layers,
     )
-    norm = of_all("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
+    norm = over_shares("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
     numbers = {kind: numerics.saturating_float32(norm.value())}
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
-        numbers[_NONFINITE] = of_all("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
+        numbers[_NONFINITE] = over_shares("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
     names = leaf_names.names(inputs.shapes)
     for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
         if floating[i]:

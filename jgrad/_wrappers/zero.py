@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jgrad._inputs.transformation import pair
 from jgrad._layers import array_spec
@@ -90,7 +89,7 @@ def zero(tx: AnyTransformation[Inner], axis_name: str | tuple[str, ...]) -> Tran
         return _with_shard(tx.init(_sliced(params, local)), None)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         local = Shard.over(axes)
         if local is None:

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.accelerators import program
+from benchmarks.accelerators.limits import KERNELS, LIMITS, NOT_REACHED, PRODUCTS, limit
 from benchmarks.accelerators.recipes import MODELS, RECIPES, Known
 from benchmarks.accelerators.targets import TARGETS
-from tests.accelerators.limits import KERNELS, LIMITS, NOT_REACHED, PRODUCTS, limit
 
 accelerators = pytest.mark.accelerators
 

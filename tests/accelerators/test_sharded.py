@@ -8,10 +8,10 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from benchmarks.accelerators import hlo, sharded, targets
+from benchmarks.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
 from benchmarks.accelerators.program import Program, mesh, step
 from benchmarks.accelerators.recipes import RECIPES
 from benchmarks.accelerators.sharded import ARRANGEMENTS, TOPOLOGIES
-from tests.accelerators.limits import COLLECTIVES, COLLECTIVES_NOW
 
 accelerators = pytest.mark.accelerators
 

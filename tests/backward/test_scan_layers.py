@@ -7,7 +7,7 @@ import pytest
 
 import jgrad
 from tests.backward import models
-from tests.support.errors import assert_error
+from tests.support import messages
 
 LAYERS = models.params()["layers"]
 X = models.batch()
@@ -63,29 +63,6 @@ def test_what_the_backward_pass_reads(remat, stored):
 
 
 TWO = {"a": jnp.ones((3, 2)), "b": jnp.ones((3, 2))}
-MESSAGES = [
-    (ValueError, "`layers` at ['b']: 2 layers along the first axis, expected 3, as those of the first leaf at ['a'].",
-     {"layers": {"a": jnp.ones((3, 2)), "b": jnp.ones((2, 2))}}),
-    (ValueError, "`layers`: no arrays, expected a tree of stacked arrays.", {"layers": {"a": None}}),
-    (ValueError, "`layers` at ['a']: shape (), expected a first axis, that of the layers.",
-     {"layers": {"a": jnp.ones(())}}),
-    (TypeError, "`layers` at ['a']: 3 of type int, expected an array.", {"layers": {"a": 3}}),
-    (TypeError, "`remat`: 'all' of type str, expected a bool, or a policy of `jax.checkpoint_policies`.",
-     {"layers": LAYERS, "remat": "all"}),
-    (TypeError, "`axis` at ['b']: '0' of type str, expected an int.", {"layers": TWO, "axis": {"a": 0, "b": "0"}}),
-    (ValueError, "`layers` at ['b']: shape (3, 2), expected an axis 2, that of the layers.",
-     {"layers": TWO, "axis": {"a": 0, "b": 2}}),
-    (ValueError, "`layers` at ['b']: 2 layers along axis -1, expected 3, as those of the first leaf at ['a'].",
-     {"layers": TWO, "axis": {"a": 0, "b": -1}}),
-    (ValueError, "`xs` at [1]: 2 layers along the first axis, expected 3, as there are layers.",
-     {"layers": LAYERS, "xs": (jnp.ones(3), jnp.ones(2))}),
-    (TypeError, "`has_ys`: 1 of type int, expected True or False.", {"layers": LAYERS, "has_ys": 1}),
-    (TypeError, "`block` returns an array, expected `(carry, y)`, as `has_ys=True` says.",
-     {"layers": LAYERS, "has_ys": True}),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "options"), MESSAGES)
-def test_messages(error, message, options):
-    call = lambda: jgrad.scan_layers(models.block, carry=X, **options)
-    assert_error(error, f"scan_layers: {message}", call)
+test_messages = messages.test_of("scan_layers", globals())

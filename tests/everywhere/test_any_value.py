@@ -258,6 +258,19 @@ def test_any_value_works_or_is_refused(name, option):
     assert raw == {}
 
 
+FLAGS = [
+    (name, x.name) for name in FUNCTIONS for x in FUNCTIONS[name] if isinstance(x.default, bool)
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), [x for x in FLAGS if x != ("scan_layers", "remat")])
+def test_flags(name, flag):
+    """What is true in a condition is no flag: "no" is."""
+    for value, came in ("no", "'no' of type str"), (1, "1 of type int"), (None, "None"):
+        message = f"{name}: `{flag}`: {came}, expected True or False."
+        assert_error(TypeError, message, functools.partial(call, name, {flag: value}))
+
+
 # ---- empty containers ----------------------------------------------------------------------------
 
 

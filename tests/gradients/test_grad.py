@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support import messages
 
 
 def cube(x):
@@ -185,63 +185,4 @@ def test_stop_gradient(preserve_type):
 # ---- messages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (ValueError, "grad: `func` returned an array of float32 and shape (3,), expected one element; "
-         "reduce it with `jnp.sum` or `jnp.mean`, or take `jac`.", lambda: jgrad.grad(lambda x: x)(X)),
-        (TypeError, "grad: argument 0 of `func`: an array of int32 and shape (3,), expected a floating "
-         "leaf to differentiate; cast it to a floating dtype.", lambda: jgrad.grad(cube)(jnp.arange(3))),
-        (TypeError, "grad: argument 1 of `func` at ['a'][0]: an array of int32 and shape (2,), expected a "
-         "floating leaf to differentiate; cast it to a floating dtype.",
-         lambda: jgrad.grad(lambda x, y: cube(x), 1)(X, {"a": [jnp.arange(2)]})),
-        (TypeError, "grad: argument 0 of `func`: 'abc' of type str, expected a floating leaf to "
-         "differentiate; cast it to a floating dtype.", lambda: jgrad.grad(cube)("abc")),
-        (TypeError, "grad: `func` returned a tuple of 2 leaves, expected one scalar; return other outputs "
-         "with `has_aux=True`, or take `jac`.", lambda: jgrad.grad(lambda x: (cube(x), x))(X)),
-        (TypeError, "grad: `func` returned an array of int32 and shape (), expected a real floating scalar.",
-         lambda: jgrad.grad(lambda x: jnp.int32(1))(X)),
-        (TypeError, "grad: `func` returned an array of complex64 and shape (), expected a real floating "
-         "scalar.", lambda: jgrad.grad(lambda x: jnp.sum(x).astype(jnp.complex64))(X)),
-        (TypeError, "grad: `func` returned an array of float32 and shape (), expected a pair `(value, aux)`, "
-         "as `has_aux` says.", lambda: jgrad.grad(cube, has_aux=True)(X)),
-        (TypeError, "grad: the inner gradient is {'a': Array([1.], dtype=float32)} of type dict, expected "
-         "that of one real array; take `jac` of it, or `hvp`.",
-         lambda: jax.disable_jit()(lambda: jgrad.grad(jgrad.grad(lambda p: jnp.sum(p["a"])))({"a": X[:1]}))()),
-        (TypeError, "grad: the inner gradient is an array of complex64 and shape (), expected that of one real "
-         "array; take `jac` of it, or `hvp`.",
-         lambda: jgrad.grad(jgrad.grad(lambda z: jnp.abs(z) ** 2))(jnp.complex64(1 + 2j))),
-        (TypeError, "value_and_grad: `func` returned a tuple of 2 leaves, expected one scalar; return other "
-         "outputs with `has_aux=True`, or take `jac`.", lambda: jgrad.value_and_grad(lambda x: (x, x))(X)),
-        (TypeError, "value_and_grad: argument 0 of `func`: an array of int32 and shape (3,), expected a floating "
-         "leaf to differentiate; cast it to a floating dtype.",
-         lambda: jgrad.value_and_grad(cube)(jnp.arange(3))),
-        (ValueError, "hvp: `primals`: no entries, expected one per argument of `func`.",
-         lambda: jgrad.hvp(cube, (), ())),
-        (ValueError, "grad: `argnums`: 2, expected the position of one of the 1 positional arguments.",
-         lambda: jgrad.grad(cube, 2)(X)),
-        (ValueError, "grad: `argnums`: 0, expected the position of one of the 0 positional arguments; arguments "
-         "given by name are not differentiated.", lambda: jgrad.grad(cube)(x=X)),
-        (ValueError, "grad: `argnums`: (0, -1), expected each argument once.",
-         lambda: jgrad.grad(cube, (0, -1))(X)),
-        (TypeError, "grad: `argnums`: 'x' of type str, expected an int or a sequence of ints.",
-         lambda: jgrad.grad(cube, "x")(X)),
-        (TypeError, "value_and_grad: `argnums`: 1.5 of type float, expected an int or a sequence of ints.",
-         lambda: jgrad.value_and_grad(cube, (0, 1.5))(X)),
-        (TypeError, "value_and_grad: `has_aux`: 1 of type int, expected True or False.",
-         lambda: jgrad.value_and_grad(cube, has_aux=1)),
-        (TypeError, "hvp: `primals`: an array of float32 and shape (3,), expected a tuple with an entry per "
-         "argument of `func`, such as `(x,)`.", lambda: jgrad.hvp(cube, X, X)),
-        (ValueError, "hvp: `tangents`: 2 entries, expected 1, as `primals` has.",
-         lambda: jgrad.hvp(cube, (X,), (X, X))),
-        (ValueError, "hvp: `tangents` at [0]['w']: an array of float32 and shape (2,), expected an array of "
-         "float32 and shape (3,).", lambda: jgrad.hvp(lambda p: cube(p["w"]), ({"w": X},), ({"w": X[:2]},))),
-        (ValueError, "hvp: `tangents[0]` does not have the structure of `primals[0]`: only `primals[0]` has "
-         "['w'].", lambda: jgrad.hvp(lambda p: cube(p["w"]), ({"w": X},), ({},))),
-        (NotImplementedError, "stop_gradient: `out` is not supported, since arrays in JAX are immutable. Use "
-         "the returned value; to reuse memory, give the argument to `jax.jit(..., donate_argnums=...)`.",
-         lambda: jgrad.stop_gradient(X, out=X)),
-    ],
-)  # fmt: skip
-def test_messages(error, message, call):
-    assert_error(error, message, call)
+test_messages = messages.test_of("grad", globals())

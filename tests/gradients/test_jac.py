@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support import messages
 
 MODES = [None, "reverse", "forward"]
 X = jnp.array([0.3, 0.8, -0.5])
@@ -165,24 +165,4 @@ def test_empty(mode):
     assert jgrad.jac(lambda x: {}, mode=mode)(X) == {}
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "jac: `argnums`: {'x'} of type set, expected an int or a sequence of ints.",
-         lambda: jgrad.jac(wide, {"x"})(X)),
-        (ValueError, "jac: `mode`: 'up' of type str, expected one of 'reverse', 'forward', None.",
-         lambda: jgrad.jac(wide, mode="up")),
-        (TypeError, "jac: `func` returned an array of float32 and shape (3, 3), expected a pair `(value, aux)`, as "
-         "`has_aux` says.", lambda: jgrad.jac(wide, has_aux=True)(X)),
-        (TypeError, "jac: `output of func`: an array of int32 and shape (), expected a real floating array.",
-         lambda: jgrad.jac(lambda x: (jnp.int32(1), x), has_aux=True)(X)),
-        (TypeError, "value_and_jac: `output of func`: an array of int32 and shape (3,), expected a real floating "
-         "array.", lambda: jgrad.value_and_jac(lambda x: x.astype(int))(X)),
-        (TypeError, "jac: `output of func` at ['k'][1]: an array of int32 and shape (3,), expected a real "
-         "floating array.", lambda: jgrad.jac(lambda x: {"k": [x, x.astype(int)]})(X)),
-        (TypeError, "jac: argument 0 of `func`: an array of int32 and shape (3,), expected a floating leaf to "
-         "differentiate; cast it to a floating dtype.", lambda: jgrad.jac(wide)(jnp.arange(3))),
-    ],
-)  # fmt: skip
-def test_messages(error, message, call):
-    assert_error(error, message, call)
+test_messages = messages.test_of("jac", globals())

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal, run
 
 Pair = collections.namedtuple("Pair", "kernel bias")
@@ -336,67 +336,15 @@ def update(tx, **numbers):
     return tx.update(W, tx.init(W), W, **numbers)
 
 
-MASKED = "is masked away, as by `optax.masked` or `optax.partition`; expected rules for the leaves that are left."
 EACH = jgrad.by_path({"embed": 0.5, "layers/*/b": 0.25, "**/w": 0.125})
 LABELS = jgrad.by_path({"**/b": "y"}, rest="x")
 masked = optax.masked
-
-MESSAGES = [
-    (ValueError, "adam: `learning_rate`: rule 'bias': no leaf matches it; the nearest paths are 'layers/0/b', 'layers/1/b', 'embed'.",
-     lambda: update(jgrad.adam(jgrad.by_path({"bias": 1.0}, rest=0.1)))),
-    (ValueError, "by_path: rule 'embedding': no leaf matches it; the nearest paths are 'embed', 'layers/0/b', 'layers/1/b'.",
-     lambda: jgrad.by_path({"embedding": 1.0}, rest=0.1)(W)),
-    (ValueError, f"adam: `learning_rate`: rule 'embed': no leaf matches it; 'embed' {MASKED}",
-     lambda: update(masked(jgrad.adam(EACH), {"embed": False, "layers": True}))),
-    (ValueError, f"adam: `beta2`: rule 'layers/*/b': no leaf matches it; 'layers' {MASKED}",
-     lambda: update(masked(jgrad.adam(0.1, beta2=EACH), {"embed": True, "layers": False}))),
-    (ValueError, f"adam: `learning_rate`: rule 'layers/*/b': no leaf matches it; 'layers/0/b' (and 1 more) {MASKED}",
-     lambda: update(optax.partition({"x": jgrad.adam(EACH), "y": optax.sgd(0.1)}, LABELS))),
-    (ValueError, f"muon: `matrices`: rule 'embed': no leaf matches it; 'embed' {MASKED}",
-     lambda: update(masked(jgrad.muon(0.1, matrices=EACH, adam_learning_rate=0.1), {"embed": False, "layers": True}))),
-    (ValueError, f"adam: `learning_rate`: rule '**/w': no leaf matches it; 'layers/0/w' (and 1 more) {MASKED}",
-     lambda: update(optax.partition({"x": optax.sgd(0.1), "y": jgrad.adam(EACH)}, jgrad.by_path({"**/w": "x"}, rest="y")))),
-    (ValueError, "adam: `learning_rate`: rule '**/ww': no leaf matches it; the nearest paths are 'embed'; what it may match in "
-     "'layers' is masked away, as by `optax.masked` or `optax.partition`.",
-     lambda: update(masked(jgrad.adam(jgrad.by_path({"**/ww": 1.0}, rest=0.1)), {"embed": True, "layers": False}))),
-    (ValueError, "adam: `learning_rate`: rule 'layers/**/bias': no leaf matches it; the nearest paths are 'layers/0/b', "
-     "'layers/1/b', 'layers/0/w'.",
-     lambda: update(masked(jgrad.adam(jgrad.by_path({"layers/**/bias": 1.0}, rest=0.1)), {"embed": False, "layers": True}))),
-    (ValueError, "adam: `learning_rate`: rule 'layers/*/bias': no leaf matches it; the nearest paths are 'layers/0/b', "
-     "'layers/1/b', 'layers/0/w'.",
-     lambda: update(masked(jgrad.adam(jgrad.by_path({"layers/*/bias": 1.0}, rest=0.1)), {"embed": False, "layers": True}))),
-    (ValueError, "adam: `beta1`: no rule matches 'layers/0/b', 'layers/0/w', 'layers/1/b' (and 1 more), expected one, "
-     "or `rest=`.", lambda: update(jgrad.adam(0.1, beta1=jgrad.by_path({"embed": 0.9})))),
-    (ValueError, "adam: `weight_decay`: rule 'embed': 'embed' and all that it matches have an earlier rule, expected "
-     "it before '*', since the first match wins.",
-     lambda: update(jgrad.adam(0.1, weight_decay=jgrad.by_path({"*": 1.0, "embed": 2.0}, rest=1.0)))),
-    (ValueError, "adam: `learning_rate` at ['embed']: -2.0, expected a number in [0, inf).",
-     lambda: jgrad.adam(jgrad.by_path({"embed": -2.0}))),
-    (ValueError, "adam: `beta2` at .rest: 1.5, expected a number in [0, 1).",
-     lambda: jgrad.adam(0.1, beta2=jgrad.by_path({"embed": 0.5}, rest=1.5))),
-    (ValueError, "lamb: `beta1` at ['embed']: shape (2,), expected one element.",
-     lambda: jgrad.lamb(0.1, beta1=jgrad.by_path({"embed": jnp.ones(2)}))),
-    (TypeError, "lamb: `layer_axes` at ['embed']: 'x' of type str, expected None, an int, or a tuple of ints.",
-     lambda: jgrad.lamb(0.1, layer_axes=jgrad.by_path({"embed": "x"}, rest=None))),
-    (TypeError, "adam: `weight_decay_mask` at ['embed']: 3 of type int, expected a bool.",
-     lambda: update(jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=jgrad.by_path({"embed": 3}, rest=True)))),
-    (ValueError, "by_path: `rules`: 'a//b', expected keys joined by single slashes, such as 'layers/*/bias'.",
-     lambda: jgrad.by_path({"a//b": 1})),
-    (ValueError, "by_path: `rules`: 'a**/b', expected `**` as a key of its own, such as '**/bias'.",
-     lambda: jgrad.by_path({"a**/b": 1})),
-    (TypeError, "by_path: `rules`: 3, expected a text, keys joined by `/`.", lambda: jgrad.by_path({3: 1})),
-    (TypeError, "by_path: `rules`: [1] of type list, expected a mapping of patterns to values.",
-     lambda: jgrad.by_path([1])),
-    (ValueError, "by_path: `rules`: empty, expected a rule, or `rest=`.", lambda: jgrad.by_path({})),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)
 
 
 def test_injected():
     """`optax.inject_hyperparams` calls it with a count."""
     with pytest.raises(TypeError, match="by_path: `params`: an array of int32"):
         optax.inject_hyperparams(jgrad.adam)(jgrad.by_path({"embed": 2.0}, rest=1.0)).init(W)
+
+
+test_message = messages.test_of("by_path", globals())

@@ -9,7 +9,7 @@ import pytest
 
 import jgrad
 from tests.cases import gradients, params
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal, train
 
 NEW = {
@@ -140,25 +140,4 @@ def update(tx, **numbers):
     return tx.update(g, tx.init(w), w, **numbers)
 
 
-MESSAGES = [
-    (ValueError, "adam: `beta1`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.adam(0.1), beta1=1.5)),
-    (ValueError, "lamb: `weight_decay` at ['layer']: -1.0, expected a number in [0, inf).",
-     lambda: update(jgrad.lamb(0.1), weight_decay={"layer": -1.0, "rest": 0.0})),
-    (ValueError, "adam: `epsilon`: an array of float32 and shape (2,), expected one number.",
-     lambda: update(jgrad.adam(0.1), epsilon=jnp.ones(2))),
-    (ValueError, "adam: `beta2` does not have the structure of `params`: only `beta2` has ['x'].",
-     lambda: update(jgrad.adam(0.1), beta2={"layer": 0.9, "rest": 0.9, "x": 0.9})),
-    (TypeError, "gradient_descent: `momentum`: 0.9 of type float, expected None, since the factory had none, and the "
-     "state has no buffer.", lambda: update(jgrad.gradient_descent(0.1), momentum=0.9)),
-    (ValueError, "lars: `momentum`: 1.5, expected a number in [0, 1).", lambda: update(jgrad.lars(0.1), momentum=1.5)),
-    (ValueError, "gradient_descent: `momentum`: 1.5, expected a number in [0, 1).",
-     lambda: update(jgrad.gradient_descent(0.1, momentum=0.9), momentum=1.5)),
-    (TypeError, "lars: `momentum`: 0.9 of type float, expected None, since the factory had none, and the "
-     "state has no buffer.", lambda: update(jgrad.lars(0.1, momentum=None), momentum=0.9)),
-]  # fmt: skip
-
-
-@pytest.mark.slow(one_in=3)
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, message, call)
+test_message = pytest.mark.slow(one_in=3)(messages.test_of("numbers_of_a_call", globals()))

@@ -9,14 +9,14 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes
 from jgrad._trees.shardings import Placement, read_mesh_axes
-from tests.support.errors import assert_error
+from tests.support import messages
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
 
 def of_all(per_axis=None, anywhere=()):
     """Which types may overrule, and no entry of a tree."""
-    return Placement(per_axis, anywhere, of_all=True)
+    return Placement(per_axis, anywhere, is_for_all=True)
 
 
 @pytest.mark.parametrize(
@@ -77,40 +77,6 @@ def lamb(w, **options):
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "lamb: `mesh_axes` at ['a']: 3 of type int, expected None, an axis name, a tuple of names, or a "
-         "PartitionSpec.", lambda: jgrad.lamb(0.1, mesh_axes={"a": 3, "b": None})),
-        (TypeError, "lars: `mesh_axes` at ['b'][1]: 2.5 of type float, expected None, an axis name, a tuple of "
-         "names, or a PartitionSpec.", lambda: jgrad.lars(0.1, mesh_axes={"a": None, "b": ["x", 2.5]})),
-        (TypeError, "lars: `layer_axes`: 'a' of type str, expected None, an int, or a tuple of ints.",
-         lambda: jgrad.lars(0.1, layer_axes="a")),
-        (TypeError, "scale_by_trust_ratio: `layer_axes`: True of type bool, expected None, an int, or a tuple of ints.",
-         lambda: jgrad.scale_by_trust_ratio(layer_axes=True)),
-        (ValueError, "lamb: `layer_axes` at ['b'][1]: 0, expected different axes of an array of shape ().",
-         lambda: lamb(W, layer_axes=0)),
-        (ValueError, "lamb: `layer_axes` at ['a']: (0, -2), expected different axes of an array of shape (4, 3).",
-         lambda: lamb(W, layer_axes={"a": (0, -2), "b": None})),
-        (ValueError, "lamb: `layer_axes` does not have the structure of `params`: only `params` has ['b'].",
-         lambda: lamb(W, layer_axes={"a": 0})),
-        (ValueError, "lamb: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-         "under `jit` leaves are whole.", lambda: lamb(W, mesh_axes="data")),
-        (ValueError, "lamb_update: `mesh_axes` at ['a']: no axis 'data' here; `mesh_axes` is for `shard_map` and "
-         "`pmap`; under `jit` leaves are whole.",
-         lambda: jgrad.lamb_update(W, W, 0.1, W, W, 1, mesh_axes={"a": "data", "b": None})),
-        (ValueError, "lars_update: `layer_axes` at ['a']: 2, expected different axes of an array of shape (4, 3).",
-         lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": 2, "b": None})),
-        (ValueError, "lars_update: `layer_axes` does not have the structure of `w`: `layer_axes` has a dict at ['a'] "
-         "where `w` has a leaf.", lambda: jgrad.lars_update(W, W, 0.1, layer_axes={"a": {"x": 0}, "b": None})),
-        (ValueError, "global_norm: `mesh_axes`: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-         "under `jit` leaves are whole.", lambda: jgrad.global_norm(jnp.ones(3), mesh_axes="data")),
-    ],
-)  # fmt: skip
-def test_messages(error, message, call):
-    assert_error(error, message, call)
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda **axes: jgrad.lars(0.1, **axes).update(W, jgrad.lars(0.1).init(W), W),
@@ -146,3 +112,6 @@ def test_vmap_names_an_axis_too():
         parts, g
     )
     assert jnp.allclose(found, parts - 5 / jnp.sqrt(2))
+
+
+test_messages = messages.test_of("layer_axes", globals())

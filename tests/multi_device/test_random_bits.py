@@ -4,8 +4,6 @@ The truth is the same function on one device. Weights and moments are rounded at
 programs, so that an element with other bits shows.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np

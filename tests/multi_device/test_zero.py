@@ -12,7 +12,7 @@ import jgrad
 from benchmarks import collectives
 from tests.cases import CASES, MASK, ONE_EACH
 from tests.multi_device.meshes import mesh_of, place, specs_of
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal, stack
 from tests.support.packed_model import DECAYS, PER_ELEMENT, RATES, assert_close, normal
 from tests.wrappers.test_every_wrapper import WRAPPERS
@@ -297,64 +297,6 @@ def named(*names):
 
 
 ZERO = jgrad.zero(jgrad.adam(0.1), "data")
-OF_NAME = "expected an axis name or a tuple of names"
-NAMES = [(3, "3 of type int"), ((), "()"), (("data", 3), "('data', 3)"), (None, "None")]
-WRONG = {
-    "no such axis": (ValueError,
-     "zero: `axis_name`: no axis 'data' here; call `update` inside `shard_map` or `pmap`; under "
-     "`jit`, use `tx` alone.", lambda: step(ZERO)(packed_model())),
-    **{f"the name {shown}": (TypeError, f"zero: `axis_name`: {shown}, {OF_NAME}.",
-     lambda name=name: jgrad.zero(jgrad.adam(0.1), name)) for name, shown in NAMES},
-    "an axis twice": (ValueError, "zero: `axis_name`: ('data', 'data'), expected different names.",
-     lambda: jgrad.zero(jgrad.adam(0.1), ("data", "data"))),
-    # Devices would wait for each other for ever where one has no finite gradient.
-    "accumulation around it": (ValueError,
-     "accumulate: `tx`: a `zero`, expected it outside: `zero(accumulate(tx, every), axis_name)`, "
-     "or give its axis as `mesh_axes`.", inside(step(jgrad.accumulate(ZERO, 2)))),
-    "small leaves inside it": (TypeError,
-     "pack_small: `params`: packed already, expected a tree of arrays; `unpack` it first.",
-     inside(step(jgrad.zero(jgrad.pack_small(jgrad.adam(0.1)), "data")))),
-    "no transformation": (TypeError,
-     "zero: `tx`: 3 of type int, expected a transformation with `init` and `update`.",
-     lambda: jgrad.zero(3, "data")),
-    # The trap of `shard_map`: they would be too large by the number of devices.
-    "gradients that are summed already": (ValueError,
-     "zero: `updates` at .buffers['float32']: the same on all devices along 'data', so that they are "
-     "summed or averaged already, expected those of each device's own loss: differentiate by "
-     '`jax.lax.pcast(params, axis_name, to="varying")` without a mean, or choose `check_vma=False`.',
-     inside(step(ZERO), check=True)),
-    "leaves that are not packed": (TypeError,
-     "zero: `params` at ['layer']['b']: an array of float32 and shape (64,), expected a buffer of a "
-     "`Packed`: `pack(params, multiple_of=devices)`.", inside(step(ZERO), lambda: normal(0))),
-    "leaves that stay as they are": (TypeError,
-     "zero: `params` at .buffers['leaf 1']: an unpacked leaf, expected a packed one: no " "`max_size`.",
-     inside(step(ZERO), lambda: packed_model(max_size=300))),
-    "rows that cannot be dealt out": (ValueError,
-     "zero: `params` at .buffers['float32']: 5 rows, expected a multiple of 8 devices: "
-     "`pack(params, multiple_of=8)`.", inside(step(ZERO), lambda: jgrad.pack(normal(0)["rest"]))),
-    "parameters that are cut": (ValueError,
-     "zero: `params` at .buffers['float32']: shape (1, 256), expected (8, 256): whole "
-     "parameters on each device.", inside(step(ZERO), cut=True)),
-    "a state that is whole": (ValueError,
-     "zero: `state` at .mw.buffers['float32']: shape (8, 256), expected (1, 256), this "
-     "device's; shard it as `state_shardings` says, or call `init` here.",
-     inside(lambda w: ZERO.update(w, jgrad.adam(0.1).init(w), w)[0])),
-    "a state of other names": (ValueError,
-     "adam: `state.mw` does not have the structure of `params`: only `state.mw` has ['a'] packed; "
-     "only `params` has ['c'] packed.",
-     inside(lambda w: ZERO.update(w, ZERO.init(named("a", "b")), w)[0], lambda: named("b", "c"))),
-    # Without `zero`, nothing says which rows a device has.
-    "rows that lie elsewhere": (ValueError,
-     "lamb: `params` at .buffers['float32']: shape (1, 256), expected (8, 256) as in its "
-     "layout; inside `vmap`, call `pack` there, or map `update` too; inside `shard_map` or `pmap`, "
-     "use `zero`, which knows the rows of each device.", inside(step(jgrad.lamb(0.1)), cut=True)),
-}  # fmt: skip
-
-
-@pytest.mark.slow(always=True)
-@pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
-def test_message(error, message, call):
-    assert_error(error, message, call)
 
 
 @pytest.mark.slow(always=True)
@@ -363,3 +305,6 @@ def test_an_axis_of_several_that_is_not_there():
     tx = jgrad.zero(jgrad.adam(0.1), ("data", "date"))
     with pytest.raises(NameError, match="date"):
         inside(tx.init, check=True)()
+
+
+test_message = pytest.mark.slow(always=True)(messages.test_of("zero", globals()))

@@ -6,6 +6,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 
 import jgrad
+from tests.support import messages
 from tests.support.errors import assert_error
 
 MATRIX = jnp.ones((4, 6))
@@ -209,27 +210,6 @@ def test_describe_refuses_axes_as_muon_does(axes, shown):
         assert_error(ValueError, f"{function}: `output_axes` at ['dense']: {rest}", call)
 
 
-MESSAGES = [
-    ("exclude`: 'head' of type str, expected a list or a tuple of words.",
-     lambda: jgrad.hidden_matrices(exclude="head")),
-    ("exclude`: {'w': 1} of type dict, expected a list or a tuple of words.",
-     lambda: jgrad.hidden_matrices(exclude={"w": 1})),
-    ("layer_axes`: 0.5 of type float, expected None, an int, or a tuple of ints.",
-     lambda: jgrad.hidden_matrices(layer_axes=0.5)),
-    ("params`: 'abc' of type str, expected a tree of parameters.", lambda: jgrad.hidden_matrices()("abc")),
-    *((f"params`: {came}, expected a tree of parameters; `optax.inject_hyperparams` calls functions as schedules: "
-       "name this one in `static_args`, or wrap the factory in a function of the numbers alone; where a bool is "
-       "meant, give a tree of it.", lambda count=count: jgrad.hidden_matrices()(count))
-      for count, came in ((jnp.int32(0), "an array of int32 and shape ()"), (3, "3 of type int"),
-                          (jnp.ones(()), "an array of float32 and shape ()"))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("message", "call"), MESSAGES)
-def test_messages(message, call):
-    assert_error(TypeError, f"hidden_matrices: `{message}", call)
-
-
 @pytest.mark.parametrize("name", ["lm_head", "", "w1"])
 def test_words_that_are_none(name):
     message = f"`exclude`: {name!r}, expected one word of letters, such as 'head'."
@@ -239,3 +219,6 @@ def test_words_that_are_none(name):
 
 def test_a_model_that_is_a_matrix():
     assert jgrad.hidden_matrices()(MATRIX) is True
+
+
+test_messages = messages.test_of("hidden_matrices", globals())

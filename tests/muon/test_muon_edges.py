@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 
 import jgrad
 from tests.cases import rank_two
 from tests.reference import optimizers as reference
+from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 
@@ -132,80 +132,6 @@ def one_step(tx):
     return tx.update(X, tx.init(X), X)
 
 
-NAMES = "'jordan', 'you', 'polar_express', 'deepseek_v4'"
-MESSAGES = [
-    (TypeError, "muon: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' "
-     "shapes; `hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.",
-     lambda: jgrad.muon(0.1, matrices=None)),
-    (TypeError, "muon: `matrices`: an array of bool and shape (), expected a tree of bools, or a function of the "
-     "parameters' shapes; masks are read while tracing.",
-     lambda: muon(matrices=jnp.array(True))),
-    (TypeError, "muon: `matrices` at ['w']: 1 of type int, expected a bool.",
-     lambda: muon(matrices={"w": 1, "b": False}).init(X)),
-    (ValueError, "muon: `matrices` does not have the structure of `params`: only `params` has ['w'].",
-     lambda: muon(matrices={"b": False}).init(X)),
-    (ValueError, "muon: `momentum`: 1.5, expected a number in [0, 1).", lambda: muon(momentum=1.5)),
-    (ValueError, "muon: `adam_beta2`: 1.0, expected a number in [0, 1).", lambda: muon(adam_beta2=1.0)),
-    (ValueError, "muon: `adam_epsilon`: -1.0, expected a number in [0, inf).", lambda: muon(adam_epsilon=-1.0)),
-    (ValueError, "muon: `learning_rate`: -1.0, expected a number in [0, inf).", lambda: muon(-1.0)),
-    (ValueError, "muon: `adam_learning_rate`: -1.0, expected a number in [0, inf).",
-     lambda: muon(adam_learning_rate=-1.0)),
-    (ValueError, "muon: `adam_weight_decay`: -1.0, expected a number in [0, inf).",
-     lambda: muon(adam_weight_decay=-1.0)),
-    (ValueError, "muon: `adam_learning_rate`: None, expected a learning rate for the leaves that are not in `matrices`, "
-     'such as 3e-4; or `scale="match_rms_adamw"`, with which one learning rate fits both.',
-     lambda: jgrad.muon(0.02, matrices={"w": True, "b": False})),
-    (ValueError, "muon: `scale`: 'kj' of type str, expected one of 'original', 'match_rms_adamw', 'spectral', "
-     "None.", lambda: muon(scale="kj")),
-    (TypeError, "muon: `scale(4, 3)`: None, expected a real array or a number.",
-     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: None))),
-    (ValueError, "muon: `scale(4, 3)`: nan, expected a number in [0, inf).",
-     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: float("nan")))),
-    (ValueError, "muon: `scale(4, 3)`: an array of float32 and shape (2,), expected one number.",
-     lambda: one_step(muon(matrices=MATRIX, scale=lambda out, into: jnp.ones(2)))),
-    (TypeError, "muon: `scale`: <lambda>(size), expected a function of the numbers of outputs and inputs of a "
-     "matrix.", lambda: muon(scale=lambda size: size)),
-    (TypeError, "muon: `nesterov`: 'no' of type str, expected True or False.", lambda: muon(nesterov="no")),
-    (ValueError, "muon: `rule`: 'dion' of type str, expected one of 'muon', 'normuon'.", lambda: muon(rule="dion")),
-    (ValueError, f"muon: `coefficients`: 'quintic' of type str, expected one of {NAMES}.",
-     lambda: muon(coefficients="quintic")),
-    (ValueError, "muon: `coefficients`: numbers of shape (3,), expected one of "
-     f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",
-     lambda: muon(coefficients=(2.0, -1.5, 0.5))),
-    (TypeError, "muon: `moment_dtype`: 'float16', expected a real floating dtype with the range of float32, or '8bit'.",
-     lambda: muon(moment_dtype="float16")),
-    (ValueError, "muon: `output_axes` at ['w']: 2, expected some of the axes (0, 1) of an array of shape (3, 4), "
-     "and another left as input.", lambda: muon(output_axes=2).init(X)),
-    (ValueError, "muon: `output_axes` at ['w']: (0, 1), expected some of the axes (0, 1) of an array of shape "
-     "(3, 4), and another left as input.", lambda: muon(output_axes=(0, 1)).init(X)),
-    (ValueError, "muon: `output_axes`: 0, expected some of the axes (1, 2) of an array of shape (2, 3, 4) with "
-     "layers over the axes (0,), and another left as input.",
-     lambda: muon(output_axes=0, layer_axes=0).init(jnp.ones((2, 3, 4)))),
-    (ValueError, "muon: `layer_axes` at ['w']: 3, expected different axes of an array of shape (3, 4).",
-     lambda: muon(layer_axes=3).init(X)),
-    (ValueError, "muon: `updates` does not match `params` at ['w']: shape (1, 4), expected (3, 4).",
-     lambda: muon().update(X | {"w": jnp.ones((1, 4))}, muon().init(X), X)),
-    (TypeError, "muon: `state.vw` at ['w']: an array of float32 and shape (3, 4), expected None; a state only "
-     "fits the choice of leaves for which `init` made it.",
-     lambda: muon().update(X, jgrad.adam(0.1).init(X), X)),
-    (ValueError, "muon: `mesh_axes` at ['w']: no axis 'data' here; `mesh_axes` is for `shard_map` and `pmap`; "
-     "under `jit` leaves are whole.",
-     lambda: one_step(muon(matrices=MATRIX, mesh_axes={"w": PartitionSpec("data"), "b": None}))),
-    (TypeError, "muon: `coefficients`: ((2j, -1.5, 0.5),) of type tuple, expected one of "
-     f"{NAMES}, or a sequence of triples (a, b, c), one for each step.",
-     lambda: muon(coefficients=((2j, -1.5, 0.5),))),
-    (ValueError, "muon: `weight_decay` needs the parameters: call `update(updates, state, params)`.",
-     lambda: muon(weight_decay=0.1).update(X, muon().init(X))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "call"), MESSAGES, ids=[message[:60] for _, message, _ in MESSAGES]
-)
-def test_m12_messages(error, message, call):
-    assert_error(error, message, call)
-
-
 @pytest.mark.parametrize("matrices", [True, {"w": True}])
 def test_m12_no_rate_for_no_leaves(matrices):
     """Where all leaves are matrices, nothing is asked for the others."""
@@ -214,3 +140,6 @@ def test_m12_no_rate_for_no_leaves(matrices):
     for tx in (jgrad.muon(0.1, matrices=matrices), asked):
         updates, _ = tx.update(w, tx.init(w), w)
         assert 0.04 < float(jnp.max(jnp.abs(updates["w"]))) < 0.15
+
+
+test_m12_messages = messages.test_of("muon", globals())

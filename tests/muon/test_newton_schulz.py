@@ -10,7 +10,7 @@ import pytest
 import jgrad
 from jgrad._muon import newton_schulz
 from jgrad._muon.newton_schulz import COEFFICIENTS
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal
 
 RNG = np.random.default_rng(0)
@@ -168,21 +168,7 @@ def test_temporaries_are_bounded_in_bytes(count):
     assert used <= 2.5 * matrix + 1024  # a chunk is one matrix
 
 
-ONE_EACH = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4', or a sequence of triples (a, b, c), one for each step."
-NAMES = "one of 'jordan', 'you', 'polar_express', 'deepseek_v4'."
 MATRIX = "an array of shape (2, 3) with layers over the axes (0,), expected at least an output and an input axis in each layer."
-MESSAGES = [
-    (ValueError, f"coefficients`: 'muon' of type str, expected {NAMES}", {"coefficients": "muon"}),
-    (ValueError, f"coefficients`: numbers of shape (2,), expected {ONE_EACH}", {"coefficients": (2.0, -1.5)}),
-    (ValueError, f"coefficients`: numbers of shape (0,), expected {ONE_EACH}", {"coefficients": ()}),
-    (TypeError, f"coefficients`: [(1, 2), 3] of type list, expected {ONE_EACH}", {"coefficients": [(1, 2), 3]}),
-    (TypeError, "compute_dtype`: 'int8', expected None, or a real floating dtype such as bfloat16.",
-     {"compute_dtype": "int8"}),
-    (ValueError, f"x` at ['w']: {MATRIX}", {"x": {"w": jnp.ones((2, 3))}, "layer_axes": 0}),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "message", "options"), MESSAGES)
-def test_messages(error, message, options):
-    call = lambda x=X, **others: jgrad.orthogonalize(x, **others)
-    assert_error(error, f"orthogonalize: `{message}", lambda: call(**options))
+test_messages = messages.test_of("orthogonalize", globals())

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
 from tests.support.loops import train
 from tests.support.packed_model import assert_close
 
@@ -216,49 +216,12 @@ W = {"qkv": jnp.ones((8, 16)), "mlp": {"w": jnp.ones((8, 12)), "b": jnp.ones(12)
 MATRICES = {"qkv": True, "mlp": {"w": True, "b": False}, "none": True}
 
 
-EXPECTED = "expected None, a head size (an int), or a tuple of sizes"
-OF = "of an array of shape (8, 16)"
-REFUSED = {
-    "sum": ({"qkv": (4, 4, 4)}, f" at ['qkv']: (4, 4, 4) with sum 12, expected 16, the number of outputs {OF}"),
-    "one": ({"qkv": (8,)}, f" at ['qkv']: (8,) with sum 8, expected 16, the number of outputs {OF}"),
-    "no divisor": ({"qkv": 5}, f" at ['qkv']: 5, expected a divisor of 16, the number of outputs {OF}"),
-    "no matrix": ({"mlp": {"w": None, "b": 4}},
-     " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves"),
-    "all": (4, " at ['mlp']['b']: 4, expected None for a leaf that is not a matrix; `by_path` chooses leaves"),
-    "zero": ({"qkv": 0}, " at ['qkv']: 0, expected sizes of 1 or more"),
-    "negative": ({"qkv": (24, -8)}, " at ['qkv']: (24, -8), expected sizes of 1 or more"),
-    "bool": ({"qkv": True}, f" at ['qkv']: True of type bool, {EXPECTED}"),
-    "bool inside": ({"qkv": (True, 15)}, f" at ['qkv'][0]: True of type bool, {EXPECTED}"),
-    "float": ({"qkv": 8.0}, f" at ['qkv']: 8.0 of type float, {EXPECTED}"),
-    "text": ("heads", f": 'heads' of type str, {EXPECTED}"),
-    "empty": ((), f": (), {EXPECTED}"),
-    "list": ({"qkv": [8, 8]},
-     " does not have the structure of `params`: `split` has a list at ['qkv'] where `params` " "has a leaf"),
-    "by path": (jgrad.by_path({"qkv": (9, 9)}, rest=None),
-     f" at ['qkv']: (9, 9) with sum 18, expected 16, the number of outputs {OF}"),
-    "no path": (jgrad.by_path({"qvk": 8}, rest=None),
-     ": rule 'qvk': no leaf matches it; the nearest paths are 'qkv', 'mlp/b', 'mlp/w'"),
-}  # fmt: skip
-
-
-@pytest.mark.slow(always=True)
-@pytest.mark.parametrize("case", REFUSED)
-def test_messages(case):
-    split, message = REFUSED[case]
-    if isinstance(split, dict):
-        split = {
-            "qkv": None,
-            "mlp": None,
-            "none": (3, 4),
-        } | split  # where nothing is, any value will do
-    error = TypeError if "of type" in message else ValueError
-    call = lambda: muon(matrices=MATRICES, split=split).init(W)
-    assert_error(error, f"muon: `split`{message}.", call)
-
-
 @pytest.mark.slow(always=True)
 def test_empty_matrices():
     w = {"a": jnp.ones((4, 0)), "b": jnp.ones((0, 8)), "c": jnp.ones((0, 4, 8))}
     tx = muon(matrices=True, split=8, layer_axes={"a": None, "b": None, "c": 0}, rule="normuon")
     updates, _ = jax.jit(tx.update)(w, tx.init(w), w)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, w)
+
+
+test_messages = pytest.mark.slow(always=True)(messages.test_of("split", globals()))

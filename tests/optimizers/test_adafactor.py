@@ -13,7 +13,7 @@ import pytest
 import jgrad
 from tests.everywhere.test_upstream_methods import theirs
 from tests.reference import optimizers as reference
-from tests.support import upstream_methods
+from tests.support import messages, upstream_methods
 from tests.support.errors import assert_error
 from tests.support.loops import run
 
@@ -308,8 +308,6 @@ def test_a_number_of_python_is_trained():
 
 
 W = {"w": jnp.ones((4, 3))}
-OF_FACTORY = "expected a pair: what is added to squares, and the smallest scale."
-AGAIN = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`."
 
 
 def of_other(**options):
@@ -318,23 +316,4 @@ def of_other(**options):
     return lambda: tx.update(W, other.init(W), W)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, f"`epsilon`: 0.1 of type float, {OF_FACTORY}", {"epsilon": 0.1}),
-        (ValueError, "`epsilon`: -1.0, expected a number in [0, inf).", {"epsilon": (-1.0, 1.0)}),
-        (TypeError, "`epsilon`: (None, 0.001), expected two numbers; the first may be None with " '`rule="torch"`.',
-         {"epsilon": (None, 1e-3)}),
-        (ValueError, "`clip_threshold`: 0, expected a number in (0, inf).", {"clip_threshold": 0}),
-        (ValueError, "`beta2_cap`: 1.0, expected a number in [0, 1).", {"beta2_cap": 1.0}),
-        (ValueError, "`min_side`: 0, expected a number in [1, 2^31).", {"min_side": 0}),
-        (ValueError, "`rule`: 't5x' of type str, expected one of 'paper', 'torch'.", {"rule": "t5x"}),
-        (TypeError, f"`state.vw` at ['w']: an array of float32 and shape (4, 3), expected Factors; {AGAIN}",
-         of_other(min_side=128)),
-        (ValueError, f"`state.vw` at ['w']: rows of shape (4, 1), expected (1, 3); {AGAIN}", of_other(min_side=2,
-         output_axes=(0,))),
-    ],
-)  # fmt: skip
-def test_messages(error, message, call):
-    call = call if callable(call) else lambda options=call: jgrad.adafactor(RATE, **options)
-    assert_error(error, f"adafactor: {message}", call)
+test_messages = messages.test_of("adafactor", globals())

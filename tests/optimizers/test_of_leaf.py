@@ -21,7 +21,7 @@ import jgrad
 from tests.backward import models
 from tests.cases import MASK, RATE, gradients, params
 from tests.multi_device.meshes import mesh_of, place, specs_of
-from tests.support import kernels
+from tests.support import kernels, messages
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of, train
 from tests.support.private import forced
@@ -424,46 +424,6 @@ def of_kind(name):
     return functions[name]
 
 
-EXPECTED = "expected `g`, then `mw` and `vw` or what it has of them, then numbers behind `*`."
-PARAMETERS = "optimizer_of_leaf: the parameters of"
-TAKEN = "expected another name, since this one is taken."
-LIKE = "each like the leaf."
-MIXES = "mixes elements, expected elementwise operations, since the function may see part of a leaf, or several leaves."
-SHAPE = (
-    "operations that depend on the shape of the leaf, expected the same for all, since the function "
-    "may see part of a leaf, or several leaves."
-)
-MESSAGES = {
-    "other": (TypeError, f"{PARAMETERS} `other`: (g, m), {EXPECTED}"),
-    "order": (TypeError, f"{PARAMETERS} `order`: (g, vw, mw), {EXPECTED}"),
-    "nothing": (TypeError, f"{PARAMETERS} `nothing`: (), {EXPECTED}"),
-    "any": (TypeError, f"{PARAMETERS} `any`: (g, **numbers), {EXPECTED}"),
-    "taken": (TypeError, f"optimizer_of_leaf: a number of `taken`: `moment_dtype`, {TAKEN}"),
-    "loss": (TypeError, f"optimizer_of_leaf: a number of `loss`: `loss`, {TAKEN}"),
-    "alone": (TypeError,
-     "alone: returned float32[2, 3] of a leaf of float32[2, 3], expected the direction and the " f"new `mw`, {LIKE}"),
-    "bool": (TypeError, f"bool: returned bool[2, 3] of a leaf of float32[2, 3], expected the direction, {LIKE}"),
-    "norm": (ValueError, f"norm: `reduce_sum` {MIXES}"),
-    "sorted": (ValueError, f"sorted: `sort` {MIXES}"),
-    "row": (ValueError, f"row: `reduce_max` {MIXES}"),
-    "written": (ValueError, f"written: `scatter` {MIXES}"),
-    "product": (ValueError, f"product: `dot_general` {MIXES}"),
-    "rows": (ValueError, f"rows: `scan` {MIXES}"),
-    "noise": (ValueError, f"noise: `random_bits` {MIXES}"),
-    "table": (ValueError, f"table: `mul` {MIXES}"),
-    "size": (ValueError, f"size: {SHAPE}"),
-    "list": (TypeError,
-     "list: returned list of a leaf of float32[2, 3], expected the direction and the new `mw`, " f"{LIKE}"),
-    "self": (TypeError, f"optimizer_of_leaf: a number of `self`: `self`, {TAKEN}"),
-    "value": (TypeError, f"optimizer_of_leaf: a number of `value`: `value`, {TAKEN}"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-def test_other_functions(name):
-    assert_error(*MESSAGES[name], lambda: jgrad.optimizer_of_leaf(of_kind(name)))
-
-
 @jgrad.optimizer_of_leaf
 def normalized(g, vw, *, beta=0.9, epsilon=0.0):
     """0 / 0 at zero, without an epsilon."""
@@ -474,36 +434,6 @@ def normalized(g, vw, *, beta=0.9, epsilon=0.0):
 @jgrad.optimizer_of_leaf
 def lifted(g, mw, *, floor=0.0, step):
     return g, mw + g + floor / step
-
-
-ZEROS = "expected zeros there, since the padding of buffers is zero and has to stay zero"
-CALLS = {
-    "no number at zero": (ValueError,
-     f"normalized: returned nan for the direction where gradient and moments are zero, {ZEROS}; "
-     "add an epsilon to the divisor to avoid 0 / 0.", lambda: normalized(0.1)),
-    "no zero at zero": (ValueError,
-     f"lifted: returned 0.5 for the new `mw` where gradient and moments are zero, {ZEROS}.",
-     lambda: lifted(0.1, floor=0.5)),
-    "stays_finite": (TypeError, "optimizer_of_leaf: `stays_finite`: 1 of type int, expected True or False.",
-     lambda: jgrad.optimizer_of_leaf(lion_of_leaf, stays_finite=1)),
-    "object": (TypeError, "optimizer_of_leaf: `function`: 3 of type int, expected a function of one leaf.",
-     lambda: jgrad.optimizer_of_leaf(3)),
-    "no rate": (TypeError, "adamax: `learning_rate`: missing, expected a value: it has no default.", adamax),
-    "no number": (TypeError, "decaying: `strength`: missing, expected a value: it has no default.",
-     lambda: decaying(0.1)),
-    "unknown": (TypeError, "adamax: got an unexpected keyword argument 'colour'.", lambda: adamax(0.1, colour=1.0)),
-    "beta": (ValueError, "adamax: `beta1`: 1.0, expected a number in [0, 1).", lambda: adamax(0.1, beta1=1.0)),
-    "number": (ValueError, "adamax: `epsilon`: -1.0, expected a number in [0, inf).",
-     lambda: adamax(0.1, epsilon=-1.0)),
-    "other name": (TypeError, "adamax: `b1`: an unknown argument, expected `beta1`.", lambda: adamax(0.1, b1=0.9)),
-    "a leaf": (ValueError, "adamax: `updates` does not match `params` at ['b']: shape (2,), expected (3,).",
-     lambda: adamax(0.1).update({"b": jnp.ones(2)}, adamax(0.1).init({"b": jnp.ones(3)}), {"b": jnp.ones(3)})),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls(name):
-    assert_error(*CALLS[name])
 
 
 def test_zeros_of_zeros():
@@ -579,3 +509,9 @@ def test_it_goes_with_its_last_use():
     jax.clear_caches()
     gc.collect()
     assert [x() for x in found] == [None, None]
+
+
+test_calls = messages.test_of("of_leaf", globals())
+
+
+test_other_functions = messages.test_of("of_leaf_functions", globals())

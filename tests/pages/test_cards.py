@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jgrad
+from benchmarks.accelerators.limits import COLLECTIVES, LIMITS, NOT_REACHED, limit
 from benchmarks.accelerators.recipes import RECIPES
-from tests.accelerators.limits import COLLECTIVES, LIMITS, NOT_REACHED, limit
 from tests.multi_device.test_collectives import model, moved
 from tests.support.pages import rows, section
 

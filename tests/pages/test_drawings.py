@@ -5,8 +5,8 @@ import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks.drawings import alive, nesting, setups
-from benchmarks.drawings.__main__ import DRAWINGS, FOLDER
+from benchmarks.drawings import alive, cards, nesting, setups
+from benchmarks.drawings.__main__ import DRAWINGS, FOLDER, OF_CARDS
 from tests.support.pages import GUIDES, page, rows, section
 
 pytestmark = pytest.mark.ci
@@ -25,6 +25,17 @@ def test_a_drawing_is_that_of_its_command(name):
 def test_every_drawing_has_a_command():
     """Or is that of `decoder_peaks`, which `test_flax_decoders.py` looks at."""
     assert {file.stem for file in FOLDER.iterdir()} == {*DRAWINGS, "decoder_peaks"}
+
+
+def test_every_program_has_a_card_that_is_drawn():
+    """As `python -m benchmarks.drawings` draws it now, without letters: a card is small."""
+    named = {file.stem for file in FOLDER.parents[1].glob("colabs/train_*.py")}
+    assert cards.CARDS.keys() == {file.stem for file in OF_CARDS.iterdir()}
+    assert cards.CARDS.keys() == named | {"finetune_lora"}
+    for name, draw in cards.CARDS.items():
+        found = (OF_CARDS / f"{name}.svg").read_text()
+        assert found == draw()
+        assert "<text" not in found
 
 
 def test_what_is_alive():

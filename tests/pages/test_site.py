@@ -122,7 +122,7 @@ def test_what_to_change_is_a_page(site):
     """With each row of the table in the changelog."""
     tables = re.findall(r", from (\S+) to (\S+):\n\n((?:\|.*\n)+)", page("CHANGELOG.md"))
     (old, new, table), *_ = tables
-    assert jgrad.__version__.startswith(f"{new}.")
+    assert VERSION.startswith(f"{new}.")
     text = (site / "contents/upgrade.html").read_text()
     assert text.count("<tr") == len(pages.rows(table)) + 1
     entry = f'<a class="reference internal" href="contents/upgrade.html">From {old} to {new}</a>'
@@ -238,20 +238,30 @@ def test_the_reference_has_a_line_for_each_name(site):
 
 
 def test_a_card_has_one_panel(monkeypatch):
-    """The first frame of an image with two, and an image without frames as it is."""
+    """The first of two, with a frame or with two axes, and an image without them as it is."""
     image, first = pytest.importorskip("PIL.Image"), extension("panels", monkeypatch)["first"]
 
-    def size_of(pixels):
+    def card_of(pixels):
         file = io.BytesIO()
         image.fromarray(pixels).save(file, "PNG")
-        return image.open(io.BytesIO(first(file.getvalue()))).size
+        return np.asarray(image.open(io.BytesIO(first(file.getvalue()))).convert("L"))
 
     pixels = np.full((200, 400), 255, np.uint8)
-    assert size_of(pixels) == (400, 200)
+    assert card_of(pixels).shape == (200, 400)
+    framed, bare = pixels.copy(), pixels.copy()
     for left in (40, 240):
-        pixels[30:150, left : left + 100] = 0
-        pixels[31:149, left + 1 : left + 99] = 255
-    assert size_of(pixels) == (100, 120)
+        framed[30:150, left : left + 100] = 0
+        framed[31:149, left + 1 : left + 99] = 255
+        bare[30:150, left] = bare[149, left - 3 : left + 100] = 0  # with a mark at its end
+    assert card_of(framed).shape == card_of(bare).shape == (120, 100)
+
+    # A legend has a grey edge, and covers lines; it goes with all that is in it.
+    legend = framed.copy()
+    legend[40:70, 60:120] = 214
+    legend[41:69, 61:119] = 255
+    legend[50, 65:100] = 0
+    assert (card_of(legend)[10:40, 10:90] == 255).all()
+    assert (card_of(legend)[0] == 0).all()
 
 
 # ---- notebooks ---------------------------------------------------------------------------------

@@ -54,10 +54,10 @@ both = pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
 
 @functools.partial(jax.jit, static_argnames=("stacked", "second"))
 def encoded(x, stacked, *, second):
-    own = Geometry.of_leaf(x.shape, stacked)
+    own = Geometry.for_leaf(x.shape, stacked)
     keys = ElementKeys(leaf_keys(0, 1, [0])[0], np.zeros((), np.uint32))
     rounding = Rounding(step_keys(jnp.int32(1)), keys)
-    return encoding.encoded(lambda x: x, [x], own, codec.of_moments(second=second), rounding)
+    return encoding.encoded(lambda x: x, [x], own, codec.for_moments(second=second), rounding)
 
 
 def numbers(shape, *, second, seed=0):
@@ -100,7 +100,7 @@ def test_zeros(shape, stacked):
     """Codes 0 and scale 0, of the shapes that the first step writes."""
     for second in (False, True):
         x = jnp.zeros(shape)
-        found = encoding.zeros(x, stacked, codec.of_moments(second=second))
+        found = encoding.zeros(x, stacked, codec.for_moments(second=second))
         after = jax.eval_shape(functools.partial(encoded, stacked=stacked, second=second), x)
         assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
             lambda x: (x.shape, x.dtype), after

@@ -19,7 +19,7 @@ from benchmarks.accelerators import hlo
 from jgrad._soap import bases
 from tests.multi_device.meshes import mesh_of
 from tests.reference import optimizers as reference
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal, run, step_of, train
 from tests.support.precision import in_64_bits
 from tests.support.private import forced
@@ -578,33 +578,4 @@ def of_choice():
     return jgrad.soap(0.1, matrices=BOTH)
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "make"),
-    [
-        (ValueError, "soap: `every`: 0, expected a number in [1, 2^31).", lambda: soap(every=0)),
-        (TypeError, "soap: `every`: 2.5 of type float, expected an int.", lambda: soap(every=2.5)),
-        (ValueError, "soap: `max_side`: -1, expected a number in [0, 2^31).", lambda: soap(max_side=-1)),
-        (ValueError, "soap: `shampoo_beta`: 1.0, expected a number in [0, 1).", lambda: soap(shampoo_beta=1.0)),
-        (ValueError, "soap: `first_step`: 'sgd' of type str, expected one of 'skip', 'adam'.", lambda: soap(first_step="sgd")),
-        (TypeError, "soap: `matrices`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
-         "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell.", lambda: soap(matrices=None)),
-        (ValueError, "soap: `matrices` at ['b']: True for an array of shape (3,), expected at least an output and an "
-         "input axis in each layer; without them a leaf is not a matrix, and belongs to Adam: False.", lambda: soap().init(W)),
-        (ValueError, "soap: `split` at ['w']: (1, 1) with sum 2, expected 3, the number of outputs of an array of shape (4, 3).",
-         lambda: jgrad.soap(0.1, matrices=BOTH, split=jgrad.by_path({"w": (1, 1)}, rest=None)).init(W)),
-        (ValueError, "soap: `matrices` at ['w']: True for a leaf that is packed with others, expected one by itself: "
-         "a smaller `max_size` of `pack` or `pack_small`; in the place of `zero`, `shard_over` under `jit`.", lambda: of_choice().init(jgrad.pack(W))),
-        (TypeError, "soap: `state`: OptState, expected the SoapState that this `soap` made with `init`.",
-         lambda: updated(of_choice(), jgrad.adam(0.1).init(W))),
-        (ValueError, "soap: `state.factors` does not have the structure of `params`: `state.factors` has a SoapFactors at ['w'] "
-         "where `params` has a leaf; a state only fits the choice of leaves for which `init` made it.",
-         lambda: updated(jgrad.soap(0.1, matrices=False), of_choice().init(W))),
-        (TypeError, "soap: `state.factors` at ['w'].left: None, expected an array of float32; a state only fits the "
-         "choice of leaves for which `init` made it.",
-         lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, max_side=3).init(W))),
-        (ValueError, "soap: `state.factors` does not match `params` at ['w'].left: shape (3, 4, 4), expected (4, 4).",
-         lambda: updated(of_choice(), jgrad.soap(0.1, matrices=BOTH, split={"w": 1, "b": None}).init(W))),
-    ],
-)  # fmt: skip
-def test_messages(error, text, make):
-    assert_error(error, text, make)
+test_messages = messages.test_of("soap", globals())

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error
 
@@ -436,36 +437,6 @@ def test_strict():
 OLD = make().init(W)
 OTHER = {**W, "embed": {"table": jnp.ones((10, 5))}}
 AVERAGED = jgrad.average_params(make(), 0.9)
-MAPPING = "expected a mapping of old paths to new ones, keys joined by slashes."
-ERRORS = [
-    (ValueError, "`old` does not match `like` at .mw['embed']['table']: shape (10, 5), expected (9, 5).",
-     lambda: carried(make().init(OTHER), make())),
-    (TypeError, "`like`: a transformation, expected a state: `jax.eval_shape(tx.init, params)`.",
-     lambda: jgrad.carry_over(OLD, like=make())),
-    (TypeError, "`old` at .step: 'a' of type str, expected an array.", lambda: carried(OLD._replace(step="a"), make())),
-    (ValueError, "`params`: None, expected the parameters: `old` has nothing for .average['embed']['table'] of `like`.",
-     lambda: carried(OLD, AVERAGED)),
-    (ValueError, "`params`: an array of float32 and shape (10, 5) at embed/table, expected an array of shape (9, 5), as "
-     "`like` has at .average['embed']['table'].", lambda: carried(OLD, AVERAGED, params=OTHER)),
-    (ValueError, "`rename`: embe: no such path in `old`, expected one such as embed/table, layers/0/b, layers/0/w.",
-     lambda: carried(OLD, make(), rename={"embe": "embed"})),
-    (ValueError, "`rename`: tokens: no such path in `like`, expected one such as embed/table, layers/0/b, layers/0/w.",
-     lambda: carried(OLD, make(), rename={"embed": "tokens"})),
-    (ValueError, "`rename`: layers/0/b and layers/1/b, expected one leaf for layers/1/b.",
-     lambda: carried(OLD, make(), rename={"layers/0/b": "layers/1/b"})),
-    (TypeError, f"`rename`: {{'a': None}}, {MAPPING}", lambda: carried(OLD, make(), rename={"a": None})),
-    (TypeError, f"`rename`: [('a', 'b')], {MAPPING}", lambda: carried(OLD, make(), rename=[("a", "b")])),
-    (ValueError, "`old`: mw/x/embed/table, mw/x/layers/0/b, mw/x/layers/0/w, none of which `like` would keep, expected "
-     "mw/embed/table, mw/layers/0/b, mw/layers/0/w: name other paths by `rename`, or begin with zeros by `reset=True`.",
-     lambda: carried({"mw": {"x": W}, "vw": {"x": W}}, make())),
-    (TypeError, "`old` at .mw['embed']['table']: an array of complex64 and shape (9, 5), expected float32.",
-     lambda: carried(OLD._replace(mw=jax.tree.map(lambda x: x.astype(jnp.complex64), OLD.mw)), make())),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), ERRORS)
-def test_message(error, message, call):
-    assert_error(error, f"carry_over: {message}", call)
 
 
 # ---- windows, numbers of a user, reports -------------------------------------------------------
@@ -598,3 +569,6 @@ def test_work_is_linear_in_leaves(name, standard_promotion):
         return count
 
     assert calls(100) < 4.5 * calls(25)
+
+
+test_message = messages.test_of("carry_over", globals())

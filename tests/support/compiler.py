@@ -30,3 +30,8 @@ def exact() -> dict[str, bool] | None:
     decides which products are joined.
     """
     return {_EMITTERS: True} if _HAS_EMITTERS else None
+
+
+def as_users_have() -> dict[str, bool | int]:
+    """Options of `jax.jit` for XLA's defaults, where LLVM's optimization decides about a rounding."""
+    return {_LEVEL: 3} | (exact() or {})

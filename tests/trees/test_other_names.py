@@ -12,6 +12,7 @@ import pytest
 
 import jgrad
 from jgrad._trees.known_names import LACKING, OPTIONS
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.public import EXPORTED
 
@@ -119,40 +120,6 @@ def test_what_is_lacking_is_there():
 
 
 MUON = functools.partial(jgrad.muon, 0.1, matrices=True)
-OTHERS = [
-    ("adam: `nesterov`: an unknown argument, expected `optax.adam(nesterov=...)`, which works beside jgrad.",
-     lambda: jgrad.adam(0.1, nesterov=True)),
-    ("lamb: `eps_root`: an unknown argument, expected `optax.lamb(eps_root=...)`, which works beside jgrad.",
-     lambda: jgrad.lamb(0.1, eps_root=1e-8)),
-    ("adam: `maximize`: an unknown argument, expected `optax.chain(optax.scale(-1.0), adam(...))`.",
-     lambda: jgrad.adam(0.1, maximize=True)),
-    ("muon: `b1`: an unknown argument, expected `adam_beta1`.", lambda: MUON(b1=0.9)),
-    ("muon: `adam_b2`: an unknown argument, expected `adam_beta2`.", lambda: MUON(adam_b2=0.9)),
-    ("muon: `adam_lr`: an unknown argument, expected `adam_learning_rate`.", lambda: MUON(adam_lr=1)),
-    ("adam: `beta`: an unknown argument, expected `beta1`.", lambda: jgrad.adam(0.1, beta=0.9)),
-    ("muon: `dtype`: an unknown argument, expected `compute_dtype` or `moment_dtype`.",
-     lambda: MUON(dtype=jnp.float32)),
-    ("adam_update: `b1`: an unknown argument, expected `beta1`.",
-     lambda: jgrad.adam_update(1.0, 1.0, 0.1, 0.0, 0.0, 1, b1=0.9)),
-    ("lars_update: 4 arguments by position, expected at most 3; write `decay_lambda=`, and all others by name too.",
-     lambda: jgrad.lars_update(1.0, 1.0, 0.1, 0.1)),
-    ("adam: 2 arguments by position, expected at most 1; write `beta1=`, and all others by name too.",
-     lambda: jgrad.adam(0.1, 0.9)),
-    ("clip_by_global_norm: 2 arguments by position, expected at most 1; write `mesh_axes=`, and all others by "
-     "name too.",
-     lambda: jgrad.clip_by_global_norm(1.0, "data")),
-    ("hidden_matrices: 1 argument by position, expected none; write `exclude=`, and all others by name too.",
-     lambda: jgrad.hidden_matrices(("head",))),
-    ("hyperball: 3 arguments by position, expected at most 2; write `leaves=`, and all others by name too.",
-     lambda: jgrad.hyperball(optax.sgd(0.1), 0.1, True)),
-    ("carry_over: 2 arguments by position, expected at most 1; write `like=`, and all others by name too.",
-     lambda: jgrad.carry_over(jgrad.adam(0.1).init(1.0), jgrad.lamb(0.1).init(1.0))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("message", "call"), OTHERS)
-def test_message(message, call):
-    assert_error(TypeError, message, call)
 
 
 @pytest.mark.parametrize("name", ["hidden_matrices", "by_path"])
@@ -252,3 +219,6 @@ def test_the_guides_say_the_same(theirs, ours):
     else:
         with pytest.raises(AttributeError, match=f"expected `jgrad.{ours}`"):
             getattr(jgrad, theirs)
+
+
+test_message = messages.test_of("other_names", globals())

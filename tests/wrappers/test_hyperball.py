@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of
+from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.errors import assert_error
 from tests.support.loops import compiled, step_of, step_on
@@ -326,27 +327,6 @@ def traced(tx, made_by=None, **options):
     return jax.eval_shape(functools.partial(tx.update, **options), SHAPES, state, SHAPES)
 
 
-MESSAGES = [
-    (TypeError, "`leaves`: None, expected a prefix tree of bools, or a function of the parameters' shapes; "
-     "`hidden_matrices()` chooses by names and shapes.", lambda: around(optax.sgd(1.0), leaves=None)),
-    (ValueError, "`radius`: 0.0, expected a number in (0, inf).", lambda: around(ADAM, radius=0.0)),
-    (ValueError, "`radius` at ['w']: -1, expected a number in (0, inf).",
-     lambda: around(ADAM, radius={"w": -1, "layers": lambda shape: shape[0]})),
-    (ValueError, "`radius` at ['layers']: -4, expected a number in (0, inf).",
-     lambda: traced(around(ADAM, radius=lambda shape: -shape[0]))),
-    (TypeError, "`radius` at ['layers']: 'wide' of type str, expected a number in (0, inf).",
-     lambda: traced(around(ADAM, radius=lambda shape: "wide"))),
-    (ValueError, "`state.radius` at ['w']: an array of float32 and shape (1, 1), expected None for a leaf that is not "
-     "chosen; a state only fits the choice of leaves for which `init` made it.",
-     lambda: traced(around(ADAM, leaves={**LEAVES, "w": False}), around(ADAM))),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    assert_error(error, f"hyperball: {message}", call)
-
-
 def test_messages_of_decay():
     """It would change the norms that are kept."""
     decayed = jgrad.adam(1e-3, weight_decay=0.1)
@@ -414,3 +394,6 @@ def test_slopes_where_no_norm_is_kept(pack):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(slopes))
     for name in ("b", "embed", "w"):
         np.testing.assert_allclose(slopes[name], 2 * (w[name] - 0.1 * g[name]), rtol=1e-5)
+
+
+test_message = messages.test_of("hyperball", globals())

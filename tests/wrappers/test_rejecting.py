@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgrad
 from jgrad._inputs.transformation import counter, pair
-from jgrad._trees.told import EVERY, of_all
+from jgrad._trees.told import EVERY, over_shares
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import RejectingInputs
 from tests.backward import models
@@ -44,7 +44,7 @@ def skip_large(tx, limit, *, mesh_axes=None):
         inputs = RejectingInputs("skip_large", updates, params, state.inner, extra_args)
         fits = [jnp.all(jnp.abs(g) <= limit) for g in jax.tree.leaves(inputs.g)]
         axes = decisions.mesh_axes_of(inputs, mesh_axes)
-        fits = of_all("skip_large", EVERY, decisions.agreed(jnp.all(jnp.stack(fits)), axes))
+        fits = over_shares("skip_large", EVERY, decisions.agreed(jnp.all(jnp.stack(fits)), axes))
         steps, inner = inputs.accepted(tx, updates, fits)
         skipped = jnp.where(fits, state.skipped, optax.safe_increment(state.skipped))
         (skipped,) = inputs.counted((skipped,), (state.skipped,))
@@ -159,7 +159,7 @@ def test_it_is_short_and_so_is_what_it_needs():
     assert lines_of_code(own) <= 60
     named = {
         x.__module__ if hasattr(x, "__module__") else x.__name__
-        for x in (counter, of_all, decisions, inside, RejectingInputs)
+        for x in (counter, over_shares, decisions, inside, RejectingInputs)
     }
     assert len(named) == 5
     assert (

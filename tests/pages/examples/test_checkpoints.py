@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from checkpoints import Checkpoints
-from tests.support import save_and_die
+from tests.pages import save_and_die
 from tests.support.loops import assert_equal
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 def test_kill(moment, keep, tmp_path):
     folder = tmp_path / "saved"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.save_and_die", folder, moment, str(keep)],
+        [sys.executable, "-m", "tests.pages.save_and_die", folder, moment, str(keep)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'colabs'}"},
         timeout=120,

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from tests.pages.examples.command import Command
-from tests.support.harm import data_file, flip_a_bit
+from tests.pages.harm import data_file, flip_a_bit
 
 pytestmark = pytest.mark.slow
 OPTIONS = ["--steps=120", "--save_every=30", "--log_every=1", "--hidden=32"]

@@ -1,6 +1,6 @@
 """The inputs of PyTorch's own tests of SGD, Adam, AdamW and Muon: the same weights, and the same errors.
 
-`tests/support/torch_inputs.py` says how PyTorch's numbers were made. What is left out, and what is no
+`tests/pages/torch_inputs.py` says how PyTorch's numbers were made. What is left out, and what is no
 error here, is named in this file with its reason, and nothing else is.
 """
 
@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.support import torch_inputs
+from tests.pages import torch_inputs
 
 RECORDED = json.loads(torch_inputs.DATA.read_text())
 

@@ -1,6 +1,6 @@
 """What PyTorch makes of the left columns of docs/from_elsewhere.md, kept in `tests/data/torch.json`.
 
-    python -m tests.support.torch_numbers
+    python -m tests.pages.torch_numbers
 
 in an environment with PyTorch and NumPy writes the file. Weights `w` (2, 3) and `b` (3,) and six
 gradients are drawn by NumPy's `RandomState(0)`, in float64, every second gradient a tenth as large. For

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 import jgrad
 from checkpoints import CheckpointError, Checkpoints, whole_steps
 from tests.multi_device.meshes import mesh_of, place
+from tests.pages.harm import data_file, flip_a_bit
 from tests.support.errors import assert_error
-from tests.support.harm import data_file, flip_a_bit
 from tests.support.loops import assert_equal
 from tests.support.packed_model import normal
 

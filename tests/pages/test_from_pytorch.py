@@ -1,6 +1,6 @@
 """The rows of docs/from_elsewhere.md: our line makes the numbers that PyTorch made of theirs.
 
-`tests/support/torch_numbers.py` says how PyTorch's were made.
+`tests/pages/torch_numbers.py` says how PyTorch's were made.
 """
 
 import json
@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.support import torch_numbers
+from tests.pages import torch_numbers
 from tests.support.pages import run_example
 
 ROWS = dict(torch_numbers.table())

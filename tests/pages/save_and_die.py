@@ -1,6 +1,6 @@
 """Saves two steps, and a third in the midst of which the process is killed.
 
-PYTHONPATH=colabs python -m tests.support.save_and_die FOLDER MOMENT KEEP
+PYTHONPATH=colabs python -m tests.pages.save_and_die FOLDER MOMENT KEEP
 """
 
 import os

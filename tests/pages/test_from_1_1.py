@@ -288,7 +288,7 @@ def the_last_rate_counts():
 
 @row("JAX 0.7, optax 0.2.5")
 def the_oldest_versions_are_of_a_year_ago():
-    project = (pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text()
+    project = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert '"jax>=0.8.1"' in project
     assert '"optax>=0.2.6"' in project
 
@@ -353,7 +353,7 @@ def test_an_old_call_that_does_another_thing(old):
 
 # ---- the table ----------------------------------------------------------------------------------
 
-CHANGELOG = (pathlib.Path(__file__).parents[1] / "CHANGELOG.md").read_text()
+CHANGELOG = (pathlib.Path(__file__).parents[2] / "CHANGELOG.md").read_text()
 TABLE = CHANGELOG.partition("from 1.1 to 2.0:\n\n")[2].partition("\n\n")[0]
 
 

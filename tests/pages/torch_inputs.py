@@ -1,6 +1,6 @@
 """What PyTorch makes of the inputs of its own tests, kept in `tests/data/torch_inputs.json`.
 
-    python -m tests.support.torch_inputs
+    python -m tests.pages.torch_inputs
 
 in an environment with PyTorch, NumPy, psutil and expecttest writes the file, with the inputs and error
 inputs that `torch.testing._internal.common_optimizers` has for the four methods of `METHODS`, those for
