@@ -26,7 +26,7 @@ from jgrad._inputs.inputs import Parameters
 from jgrad._trees import checks, host_memory, shardings
 from jgrad._trees.annotations import MeshAxes, Params, SomeState, Value, ValueAndAux
 from jgrad._trees.explained import AnyTransformation
-from jgrad._trees.places import is_shard, whole_along
+from jgrad._trees.places import is_shard, partition_spec, whole_along
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import Placement, read_mesh_axes
 from jgrad._trees.shares import Key, Numbers
@@ -505,8 +505,8 @@ class _Step:
     def _has_sharded_rows(self, i: int) -> bool:
         """Whether a leaf is sharded along its first axis, as far as types or a user say it."""
         place = self._places[i] if self._places else None
-        type_spec = jax.typeof(self._model.leaves[i]).sharding.spec
-        return any(spec and spec[0] is not None for spec in (type_spec, place and place.spec))
+        in_type = shardings.axes_of_spec(jax.typeof(self._model.leaves[i]).sharding.spec)
+        return any((*in_type[:1], *((place and place.per_axis) or ())[:1]))
 
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""
@@ -571,7 +571,8 @@ class _Step:
         place = self._places[i] if self._places else None
         if place is None or is_shard(place):
             return gradient
-        sharding = NamedSharding(place.mesh, whole_along(place, axis).spec)
+        spec = partition_spec(whole_along(place, axis).per_axis)
+        sharding = NamedSharding(place.mesh, spec)
         return jax.lax.with_sharding_constraint(gradient, sharding)
 
     def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:

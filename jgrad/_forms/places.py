@@ -4,7 +4,7 @@ import jax
 from jax.sharding import AxisType
 
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._layers.layer_axes import existing, is_for_many
+from jgrad._layers.layer_axes import among, existing
 from jgrad._trees.places import is_shard
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import Placement, invariant_axes
@@ -34,7 +34,7 @@ def places_by_option(inputs: Parameters, mesh_axes: PyTree) -> list[Placement | 
         existing(axes, position, entry.names, x)
         sharding = manual.intersection(entry.names)
         per_axis = entry.per_axis
-        if per_axis is None and (not sharding or is_for_many(axes)):
+        if per_axis is None and (not sharding or entry.is_for_all):
             continue
         if array.is_buffer and not sharding and per_axis is not None:
             per_axis = per_axis[:1]  # its rows
@@ -44,7 +44,7 @@ def places_by_option(inputs: Parameters, mesh_axes: PyTree) -> list[Placement | 
         place = Placement(per_axis, entry.anywhere, mesh=mesh)
         if sharding:
             beside = [y for y in (x, inputs.g[i]) if y is not None]
-            place = place.among(sharding.difference(invariant_axes(*beside)))
+            place = among(place, sharding.difference(invariant_axes(*beside)))
         if is_shard(place) if sharding else automatic.issuperset(entry.names):
             found[i] = place
     return found

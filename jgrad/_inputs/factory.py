@@ -67,7 +67,7 @@ DECAY: dict[str, Kind] = {
     "weight_decay_mask": Role.MASK,
 }
 COUPLED_DECAY = DECAY | {_RULE: one_of("coupled", *options.DECAY_RULES)}
-MESH_AXES = Reads(read_mesh_axes)
+SHARDED: dict[str, Kind] = {"mesh_axes": lambda function, _, x: read_mesh_axes(function, x)}
 FORM: dict[str, Kind] = {"moment_dtype": None, "full_precision": Role.MASK}
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import MESH_AXES, Kind
+from jgrad._inputs.factory import SHARDED, Kind
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_layer_axes
 from jgrad._layers.trust import TrustLayers
@@ -19,7 +19,7 @@ from jgrad._trees.told import stacked_leaves, told
 
 # The kinds of two options, as `Options` has them.
 AXES: dict[str, Kind] = {
-    "mesh_axes": MESH_AXES,
+    **SHARDED,
     "layer_axes": lambda function, name, x: read_layer_axes(function, x, name),
 }
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._inputs import layer_options, options
-from jgrad._inputs.factory import MESH_AXES, Kind, Reads
+from jgrad._inputs.factory import SHARDED, Kind, Reads
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.array_spec import ArraySpec
@@ -67,7 +67,7 @@ MATRICES: dict[str, Kind] = {
     "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
     "split": lambda function, _, x: read_split(function, x),
     "layer_axes": layer_options.AXES["layer_axes"],
-    "mesh_axes": MESH_AXES,
+    **SHARDED,
 }
 SHARD_OVER = Reads(
     lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)

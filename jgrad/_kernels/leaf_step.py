@@ -18,7 +18,7 @@ from jgrad._arithmetic.leaf_moment import LeafMoment, Moments, written
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.programs import ArrayType, ClosedProgram
 from jgrad._quantized.blocks import SIZE
-from jgrad._trees.places import WHOLE, shard_count, shard_index, whole_along
+from jgrad._trees.places import WHOLE, partition_spec, shard_count, shard_index
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement, axes_of_spec
 from jgrad._trees.trees import Structure
@@ -176,7 +176,8 @@ def on_shards(
     """
     if place.mesh is None:
         return kernel(operands, jnp.zeros((len(shape),), jnp.int32))
-    spec, row_spec = place.spec, whole_along(place, len(shape) - 1).spec
+    spec = partition_spec(place.per_axis)
+    row_spec = PartitionSpec(*spec[: len(shape) - 1])
     widths = {shape[-1]: spec, 1: row_spec, shape[-1] // SIZE: spec}
     specs = [widths[x.shape[-1]] if x.ndim > 1 else PartitionSpec() for x in operands]
     if AxisType.Explicit in place.mesh.axis_types:  # types of arrays are as these say

@@ -130,12 +130,6 @@ def all_names(function: str, mesh_axes: PyTree) -> set[str]:
     return {name for x in trees.flatten(read_mesh_axes(function, mesh_axes))[0] for name in x.names}
 
 
-def is_for_many(mesh_axes: ArgLeaves) -> bool:
-    """Whether one entry says it of several leaves, of which some may be on all devices."""
-    leaves = mesh_axes.leaves
-    return bool(leaves) and leaves[0].is_for_all and (len(leaves) > 1 or mesh_axes.paths() != [""])
-
-
 def in_shard_map(mesh_axes: ArgLeaves, arrays: Sequence[Any]) -> ArgLeaves:
     """A `Placement` for each leaf, along axes by whose names devices talk to each other.
 
@@ -144,8 +138,19 @@ def in_shard_map(mesh_axes: ArgLeaves, arrays: Sequence[Any]) -> ArgLeaves:
     there: dict[Placement, Placement] = {}
     for i, (x, array) in enumerate(zip(mesh_axes.leaves, arrays, strict=True)):
         if x not in there:
-            there[x] = x.among(existing(mesh_axes, i, x.names, array))
+            names = x.within(())
+            there[x] = among(x, existing(mesh_axes, i, names, array)) if names else x
     return mesh_axes._replace(leaves=[there[x] for x in mesh_axes.leaves])
+
+
+def among(place: Placement, names: Collection[str]) -> Placement:
+    """The same, along some mesh axes alone."""
+    *per_axis, anywhere = (
+        tuple(name for name in row if name in names)
+        for row in (*(place.per_axis or ()), place.anywhere)
+    )
+    known = None if place.per_axis is None else tuple(per_axis)
+    return dataclasses.replace(place, per_axis=known, anywhere=anywhere)
 
 
 def existing(mesh_axes: ArgLeaves, i: int, names: Collection[str], array: Any) -> tuple[str, ...]:
@@ -200,7 +205,9 @@ def as_typed(
     not summed over where one entry says so for all leaves. An entry of a tree is the user's word
     for the leaves below it: a shard of constants that is made inside is the same everywhere, too.
     """
-    overruled = mesh_axes.leaves[0].names if is_for_many(mesh_axes) else ()
+    entry = mesh_axes.leaves[0] if mesh_axes.leaves else Placement()
+    is_for_many = entry.is_for_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
+    overruled = entry.names if is_for_many else ()
     typed = []
     for axes, beside in zip(layers, arrays, strict=True):
         present = [x for x in beside if x is not None]

@@ -34,10 +34,10 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import ArrayAxes, ComputeDType, Polynomials, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
+from jgrad._trees.places import partition_spec
 from jgrad._trees.shardings import (
     MeshAxesPerAxis,
     axes_in_type,
-    partition_spec,
     replicated,
     sharded_as,
     unknown_axes,
@@ -288,7 +288,7 @@ def _compact(
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
     per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
-    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
+    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes, per_row))
     on_each = functools.partial(jax.shard_map, mesh=dealing.mesh, check_vma=False)
 
     def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -13,7 +13,7 @@ from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
 from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, MESH_AXES, Given, Options, one_of
+from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options, one_of
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -297,7 +297,7 @@ def _compute(given: Given) -> Compute:
     return compute
 
 
-_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, mesh_axes=MESH_AXES, **FORM)
+_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, **SHARDED, **FORM)
 _OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
 
 

@@ -10,7 +10,7 @@ from jgrad._arithmetic import rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import functional
-from jgrad._inputs.factory import COUPLED_DECAY, FORM, MESH_AXES, Options
+from jgrad._inputs.factory import COUPLED_DECAY, FORM, SHARDED, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
@@ -128,7 +128,7 @@ _OPTIONS = Options(
     **COUPLED_DECAY,
     nesterov=Role.FLAG,
     momentum=Role.MOMENTUM,
-    mesh_axes=MESH_AXES,
+    **SHARDED,
     **FORM,
 )
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise, leafwise, numerics
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs.factory import DECAY, FORM, MESH_AXES, Given, Options
+from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
@@ -27,7 +27,7 @@ from jgrad._trees.protocols import PyTree
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
 _STEP = "step"  # not an option
-_SHARED: dict[str, Any] = {**DECAY, "mesh_axes": MESH_AXES, **FORM}  # options, as `lion` has them
+_SHARED: dict[str, Any] = {**DECAY, **SHARDED, **FORM}  # options, as `lion` has them
 
 # Names of other options, and of what `update` knows.
 _TAKEN = (*_SHARED, "learning_rate", "descent", "emit", "finite", "weight", "loss")

@@ -6,9 +6,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
-from jgrad._trees.shardings import Placement
+from jgrad._trees.shardings import MeshAxesPerAxis, Placement
 
 WHOLE = Placement(())
 
@@ -19,6 +19,11 @@ def is_shard(place: Placement) -> bool:
         return False
     kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
     return any(kind == AxisType.Manual and name in place.names for name, kind in kinds)
+
+
+def partition_spec(mesh_axes: MeshAxesPerAxis | None) -> PartitionSpec:
+    """How an array is sharded, as JAX writes it; whole where nothing says it."""
+    return PartitionSpec(*(names or None for names in mesh_axes or ()))
 
 
 def axes_cut(place: Placement) -> list[int]:
@@ -41,10 +46,8 @@ def shard_index(place: Placement, axis: int) -> jax.Array:
 
 def whole_along(place: Placement, axis: int | None) -> Placement:
     """That of one layer, which is whole along the axis of layers."""
-    if place.per_axis is None:
-        return place
-    per_axis = (() if k == axis else names for k, names in enumerate(place.per_axis))
-    return dataclasses.replace(place, per_axis=tuple(per_axis))
+    rows = tuple(() if k == axis else names for k, names in enumerate(place.per_axis or ()))
+    return dataclasses.replace(place, per_axis=None if place.per_axis is None else rows)
 
 
 def _along(place: Placement, axis: int) -> tuple[str, ...]:

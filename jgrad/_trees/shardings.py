@@ -59,23 +59,11 @@ class Placement:
         rows = (names for axis, names in enumerate(self.per_axis) if axis not in stacked)
         return tuple(sorted(itertools.chain(*rows)))
 
-    def among(self, names: Collection[str]) -> "Placement":
-        """The same, along some mesh axes alone."""
-        *per_axis, anywhere = (
-            tuple(name for name in row if name in names)
-            for row in (*(self.per_axis or ()), self.anywhere)
-        )
-        known = None if self.per_axis is None else tuple(per_axis)
-        return dataclasses.replace(self, per_axis=known, anywhere=anywhere)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """As JAX writes it."""
-        return partition_spec(self.per_axis or ())
-
 
 def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
-    """A tree with a `Placement` for each entry."""
+    """A tree with a `Placement` for each entry of an option."""
+    if mesh_axes is None:
+        return Placement()
     expected = "None, an axis name, a tuple of names, or a PartitionSpec"
     tree = read_leaves(function, "mesh_axes", mesh_axes, _placement, expected)
     return dataclasses.replace(tree, is_for_all=True) if isinstance(tree, Placement) else tree
@@ -138,11 +126,6 @@ def axes_in_type(x: jax.Array) -> MeshAxesPerAxis | None:
     if not kinds or any(kind != AxisType.Explicit for kind in kinds):
         return None
     return axes_of_spec(sharding.spec)
-
-
-def partition_spec(mesh_axes: MeshAxesPerAxis) -> PartitionSpec:
-    """How an array is sharded, as JAX writes it."""
-    return PartitionSpec(*(names or None for names in mesh_axes))
 
 
 def axes_of_spec(spec: PartitionSpec) -> MeshAxesPerAxis:
