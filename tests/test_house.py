@@ -197,13 +197,13 @@ def words(name):
 
 def test_types_say_what_a_value_is():
     """`Any` where JAX or a user decides; `Leaf` and `PyTree` are the words for leaves and trees."""
-    assert sum(words(name).count("Any") for name in FILES) <= 600
+    assert sum(words(name).count("Any") for name in FILES) <= 500
 
 
 def test_a_closure_is_followed():
     """From Adam over two files to a third, and not to a kernel."""
     found = closure("_optimizers/adam.py")
-    assert {"_inputs/factory.py", "_inputs/options.py", "_trees/told.py"} <= found
+    assert {"_inputs/kinds.py", "_inputs/options.py", "_trees/told.py"} <= found
     assert not any(name.startswith(("_kernels/", "_quantized/", "_packed/")) for name in found)
 
 
@@ -255,8 +255,8 @@ def test_nobody_else_looks_into_packed_trees(name):
 # Of tests: lines of code without what `tests/pages` has of prose, examples and other libraries, and
 # files that name private modules. Who adds, takes out as much; a table of messages, figures or
 # mutations is data, in `tests/data`.
-TESTS = sorted((PACKAGE.parent / "tests").rglob("*.py"))
-LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 25_890, 40
+TESTS = [*sorted((PACKAGE.parent / "tests").rglob("*.py")), PACKAGE.parent / "conftest.py"]
+LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 24_700, 40
 
 
 @pytest.mark.ci

@@ -14,5 +14,9 @@ counts of bytes, kernels and collectives, and no times. Needs the extra `acceler
   `python -m benchmarks.accelerators.decoder_peaks` compiles;
 - `llama`: a decoder in plain JAX, with the shapes of published models;
 - `largest`: which of them one device trains: `python -m benchmarks.accelerators.largest`;
-- `decoder`: train steps on many chips: `python -m benchmarks.accelerators.decoder`.
+- `decoder`: train steps on many chips: `python -m benchmarks.accelerators.decoder`;
+- `limits`: what the steps of `recipes` may cost.
+
+Tests stand beside what they compile, and run by `pytest -m accelerators benchmarks/accelerators`,
+in an environment with `pip install ".[test,accelerators]"`. Those of saved text run by default.
 """

@@ -35,7 +35,7 @@ model in its place.
 
 ## Notebooks
 
-Each notebook is shown with the outputs that are stored in it. CI executes all of them.
+Each notebook is shown with its stored outputs. CI executes all of them, half of them each day.
 
 ::::{{grid}} 1 2 2 3
 :gutter: 3

@@ -113,9 +113,9 @@ def _as_read(x: PyTree) -> PyTree:
     """What a kernel reads in the place of a gradient or a weight."""
     if not checks.is_array(x):
         return x
-    made = origin(x)
-    if in_memory(made.arrays[0]):
-        return made
+    sources = origin(x)
+    if in_memory(sources.arrays[0]):
+        return sources
     return x if in_memory(x) else in_float32(x)  # what reads it is not in the kernel
 
 

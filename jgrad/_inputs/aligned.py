@@ -33,7 +33,8 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import numbers
-from jgrad._inputs.functional import Arguments, Declared, Replaced, Role, Roles
+from jgrad._inputs.functional import Arguments, Declared, Kind, Kinds, Replaced, Role
+from jgrad._inputs.kinds import Beta, OptionalNumber
 from jgrad._inputs.moment import Moment
 from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import LayerAxes, as_typed, of_arrays, read_layer_axes
@@ -70,18 +71,18 @@ class AlignedArguments:
     number is the Python number 0.
     """
 
-    def __init__(self, function: str, roles: Roles, named: dict[str, Any]) -> None:
+    def __init__(self, function: str, kinds: Kinds, named: dict[str, Any]) -> None:
         self._function = function
         present = {
-            name: role
-            for name, role in roles.items()
-            if role is not Role.OPTIONAL_NUMBER or named[name] is not None
+            name: kind
+            for name, kind in kinds.items()
+            if kind is not OptionalNumber or named[name] is not None
         }
-        names = dict(zip(roles.values(), roles, strict=True))
+        names = dict(zip(kinds.values(), kinds, strict=True))
         self._gradient = names.get(Role.GRADIENT, "")
         self._reference = names.get(Role.WEIGHTS, self._gradient)
         self._trees = {
-            name: _floating(function, name, named[name], role) for name, role in present.items()
+            name: _floating(function, name, named[name], kind) for name, kind in present.items()
         }
         self._packed = trees.any_packed(*self._trees.values())
         if self._packed:
@@ -97,17 +98,17 @@ class AlignedArguments:
             for name, tree in self._trees.items()
         }
         self._check(present, list(self._trees.values())[aligned.finest])
-        for name, role in roles.items():
+        for name, kind in kinds.items():
             if name not in present:
                 self._leaves[name] = [0.0] * self._structure.num_leaves
-            elif role is Role.BETA:
+            elif kind is Beta:
                 forms = named[name]
                 self._leaves[name] = BetaForms(
                     self._scalar_entries(name, self._trees[name], checked=True),
                     self._scalar_entries(name, forms.complement),
                     self._scalar_entries(name, forms.log),
                 )
-            elif role not in ARRAYS:
+            elif kind not in ARRAYS:
                 self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
 
     def __getitem__(self, name: str) -> Any:
@@ -169,16 +170,16 @@ class AlignedArguments:
         aligned = trees.align(*(self._trees[name] for name in names))
         return None if aligned is None else names[aligned.finest]
 
-    def _beside_packed(self, name: str, tree: PyTree, role: Role) -> PyTree:
+    def _beside_packed(self, name: str, tree: PyTree, kind: Kind) -> PyTree:
         """An argument in the form of packed weights.
 
         A number as a moment would fill the padding, so moments have to be packed.
         """
         reference = self._trees[self._reference]
-        if role is Role.RATE:
+        if kind is Role.RATE:
             same = trees.flatten(tree)[1] == trees.flatten(reference)[1]
             return tree if same else self._per_array(name, tree)
-        if role in ARRAYS:
+        if kind in ARRAYS:
             checks.same_structure(self._function, name, tree, self._reference, reference)
             return tree
         checks.one_element(ArgLeaves.from_tree(self._function, name, tree))
@@ -207,25 +208,25 @@ class AlignedArguments:
             tree = self._per_array(name, tree)
         return trees.repeat(trees.flatten(tree)[0], self._counts[name])
 
-    def _check(self, roles: Roles, finest: PyTree) -> None:
+    def _check(self, kinds: Kinds, finest: PyTree) -> None:
         """Checks kinds and shapes, leaf by leaf."""
         args = {
             name: ArgLeaves(self._function, name, self._leaves[name], lambda: trees.paths(finest))
-            for name in roles
+            for name in kinds
         }
         gradient, reference = args[self._gradient], args[self._reference]
         checks.none_together(reference, gradient, list(args.values()))
-        for name, role in roles.items():
+        for name, kind in kinds.items():
             arg = args[name]
-            if role in COMPLEX:
+            if kind in COMPLEX:
                 checks.same_kinds(arg, reference)
-            if role is Role.GRADIENT:
+            if kind is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
-            elif role in BROADCAST:
+            elif kind in BROADCAST:
                 # Without weights, nothing can be enlarged: a moment of shape (1,) for a scalar is
                 # fine.
                 checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
-            elif not (role in ARRAYS or self._packed):
+            elif not (kind in ARRAYS or self._packed):
                 given = ArgLeaves.from_tree(self._function, name, self._trees[name])
                 if any(map(np.ndim, given.leaves)):
                     checks.one_element(given)
@@ -241,7 +242,7 @@ def _scalar(x: Any) -> jax.Array:
     return numerics.floating(x).reshape(())
 
 
-def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
+def _floating(function: str, name: str, tree: PyTree, kind: Kind) -> PyTree:
     """Integers in the default float dtype, except as weights, where they are an error."""
     tree = tree.value if isinstance(tree, BetaForms) else tree
     leaves, structure = trees.flatten(tree)
@@ -255,34 +256,34 @@ def _floating(function: str, name: str, tree: PyTree, role: Role) -> PyTree:
         x = leaves[i] = jnp.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.floating):
             continue
-        if jnp.issubdtype(x.dtype, jnp.integer) and role is not Role.WEIGHTS:
+        if jnp.issubdtype(x.dtype, jnp.integer) and kind is not Role.WEIGHTS:
             leaves[i] = numerics.floating(x)
-        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and role in COMPLEX):
-            remedy = "; cast it, or leave it out of the update" if role is Role.WEIGHTS else ""
+        elif not (jnp.issubdtype(x.dtype, jnp.complexfloating) and kind in COMPLEX):
+            remedy = "; cast it, or leave it out of the update" if kind is Role.WEIGHTS else ""
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected a floating dtype{remedy}")
     return structure.unflatten(leaves)
 
 
 def run(declared: Declared) -> Callable[..., Any]:
     """What users call: the update, compiled as one program."""
-    body, replaced, before, roles = declared
+    body, replaced, before, kinds = declared
     name, signature = body.__name__, inspect.signature(body)
     parameters = signature.parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_ONLY]
     defaults = {p.name: p.default for p in parameters.values() if p.name not in positional}
 
     def program(named: Arguments, options: tuple[tuple[str, Any], ...]) -> Any:
-        arguments = AlignedArguments(name, roles, named)
+        arguments = AlignedArguments(name, kinds, named)
         entries = {
-            key: Moment(arguments[key]) if role in MOMENTS else arguments[key]
-            for key, role in roles.items()
+            key: Moment(arguments[key]) if kind in MOMENTS else arguments[key]
+            for key, kind in kinds.items()
         }
         static = dict(options)
         if "layer_axes" in static:
             static["layer_axes"] = arguments.layer_axes(static["layer_axes"])
         first = list(map(entries.pop, positional))
         results = body(*first, **entries, **static)
-        return _results(arguments, roles, replaced, results, static)
+        return _results(arguments, kinds, replaced, results, static)
 
     program.__name__ = name  # what profiles show
     compiled = jax.jit(program, static_argnums=1)
@@ -296,7 +297,7 @@ def run(declared: Declared) -> Callable[..., Any]:
         if "stop_gradients" in given:  # 1 would find the program of True
             checks.boolean(name, "stop_gradients", given["stop_gradients"])
         given = given if before is None else before(given)
-        named = canonicalize(name, roles, {key: given.pop(key) for key in roles})
+        named = canonicalize(name, kinds, {key: given.pop(key) for key in kinds})
         if "layer_axes" in given:
             given |= {"mesh_axes": None, "layer_axes": _static_axes(name, given)}
         options = tuple(given.items())
@@ -314,13 +315,13 @@ def run(declared: Declared) -> Callable[..., Any]:
 
 
 def _results(
-    arguments: AlignedArguments, roles: Roles, replaced: Replaced, results: Any, static: Arguments
+    arguments: AlignedArguments, kinds: Kinds, replaced: Replaced, results: Any, static: Arguments
 ) -> Any:
     """The results of a body as trees: one, or a tuple."""
     trees_of_results = []
     columns = zip(replaced.items(), results if len(replaced) > 1 else (results,), strict=True)
     for (key, computed_from), new in columns:
-        if roles[key] is Role.WEIGHTS:
+        if kinds[key] is Role.WEIGHTS:
             stop = static["stop_gradients"]
             trees_of_results.append(arguments.new_weights(new, stop_gradients=stop))
         else:
@@ -328,23 +329,19 @@ def _results(
     return tuple(trees_of_results) if len(trees_of_results) > 1 else trees_of_results[0]
 
 
-def canonicalize(function: str, roles: Roles, named: dict[str, PyTree]) -> dict[str, Any]:
-    """Strongly typed arrays for arrays, scalars for numbers, forms of betas."""
-    canonical: dict[str, Any] = {}
-    for name, role in roles.items():
-        if role is Role.RATE:
+def canonicalize(function: str, kinds: Kinds, named: dict[str, PyTree]) -> dict[str, Any]:
+    """Strongly typed arrays for arrays, and for numbers what their kind makes of them."""
+    for name, kind in kinds.items():
+        if kind is Role.RATE:
             # Of any sign, but finite.
             numbers.in_range(ArgLeaves.from_tree(function, name, named[name]))
+    canonical: dict[str, Any] = {}
     for name, tree in lists_as_arrays(function, named).items():
-        role = roles[name]
-        if role in ARRAYS:
-            canonical[name] = _strong_arrays(function, name, tree, role)
-        elif role is Role.BETA:
-            canonical[name] = numbers.betas(function, name, tree)
-        elif role is Role.OPTIONAL_NUMBER and tree is None:
-            canonical[name] = None
+        kind = kinds[name]
+        if isinstance(kind, Role):
+            canonical[name] = _strong_arrays(function, name, tree, kind)
         else:
-            canonical[name] = numbers.number(function, name, tree)
+            canonical[name] = kind.canonical(function, name, tree)
     return canonical
 
 

@@ -217,9 +217,9 @@ def origin(array: Any) -> Origin:
     functions: list[tuple[Function, int]] = []
     numbers: tuple[Any, ...] = ()
     while (made := _making(array)) is not None:
-        function, (array, *of_step) = made
-        functions.insert(0, (function, len(of_step)))
-        numbers = (*of_step, *numbers)
+        function, (array, *numbers_here) = made
+        functions.insert(0, (function, len(numbers_here)))
+        numbers = (*numbers_here, *numbers)
     return Origin((array, *numbers), tuple(functions))
 
 

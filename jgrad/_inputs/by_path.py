@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jgrad._trees import checks, leaf_names, path_rules, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.path_rules import PathRules
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 _NAME = "by_path"
 
@@ -50,7 +49,7 @@ class ByPath:
         rest = f", rest={rules_of_user.values[-1]!r}" if rules_of_user.has_rest else ""
         return f"{_NAME}({rules!r}{rest})"
 
-    def _rows(self, params: PyTree) -> list[tuple[str, Any, str | None, Any]]:
+    def _rows(self, params: PyTree) -> list[tuple[str, Leaf, str | None, PyTree]]:
         """(path, leaf, rule, value) of each leaf; without a rule of no array."""
         tree, rules_of_user = _shapes(params), self.__jgrad_rules__
         check_parameters(_NAME, tree)
@@ -74,7 +73,7 @@ def _shapes(params: PyTree) -> PyTree:
     return trees.shapes(checks.values_of(params))
 
 
-def _in_short(value: Any) -> str:
+def _in_short(value: object) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return str(value.__name__)
     return checks.describe(value) if checks.is_array(value) else repr(value)

@@ -1,6 +1,6 @@
-"""How a functional update is declared: the role of each argument, and what the results replace.
+"""How a functional update is declared: what each argument is, and what the results replace.
 
-A method writes one by `@functional.update(w=Role.WEIGHTS, dcdw=Role.GRADIENT, ...)`. It is run by
+A method writes one by `@functional.update(w=Role.WEIGHTS, beta1=kinds.Beta, ...)`. It is run by
 `aligned.py`, which is entered here; a transformation needs none of that.
 """
 
@@ -9,34 +9,26 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
+from jgrad._inputs.kinds import Option
 from jgrad._trees.protocols import PyTree
 
 
 class Role(enum.Enum):
-    """The role of an argument of a functional update or of a factory."""
+    """The role of an array."""
 
-    # of a functional update
     WEIGHTS = enum.auto()
     GRADIENT = enum.auto()
     FIRST_MOMENT = enum.auto()
     SECOND_MOMENT = enum.auto()
-    OPTIONAL_NUMBER = enum.auto()  # in [0, inf), one element per leaf; None compiles to nothing
-    # of both
-    RATE = enum.auto()  # of any shape that broadcasts; in a functional update of any sign
-    NUMBER = enum.auto()  # in [0, inf), one element per leaf
-    BETA = enum.auto()  # in [0, 1), one element per leaf
-    # of a factory
-    DECAY = enum.auto()  # a number, whose range is that of `weight_decay_rule`
-    MOMENTUM = enum.auto()  # a beta, or None where there is no buffer
-    SCALAR = enum.auto()  # in [0, inf), one for the model
-    MASK = enum.auto()  # a prefix tree of bools, or a function of shapes; None for all
-    FLAG = enum.auto()  # a bool
+    RATE = enum.auto()  # of any shape that broadcasts, and of any sign
 
 
-Roles = Mapping[str, Role]
+# Of an array its role, of a number with one element per leaf its kind.
+Kind = Role | type[Option[Any]]
+Kinds = Mapping[str, Kind]
 # For each argument that is replaced, the others that its new value is computed from; None for all.
 Replaced = Mapping[str, Sequence[str] | None]
-Arguments = dict[str, Any]
+Arguments = dict[str, PyTree]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,46 +40,46 @@ class Declared(NamedTuple):
       body: computes on lists with an entry per leaf.
       replaced: what the results replace, in order.
       before: looks at all arguments, before anything is traced, and may replace some; or None.
-      roles: of arguments.
+      kinds: of arguments.
     """
 
-    body: Callable[..., Any]
+    body: Callable[..., PyTree]
     replaced: Replaced
     before: Callable[[Arguments], Arguments] | None
-    roles: Roles
+    kinds: Kinds
 
 
-_RUN: list[Callable[[Declared], Callable[..., Any]]] = []
+_RUN: list[Callable[[Declared], Callable[..., PyTree]]] = []
 
 
-def runs_by(run: Callable[[Declared], Callable[..., Any]]) -> None:
+def runs_by(run: Callable[[Declared], Callable[..., PyTree]]) -> None:
     """Enters what makes a function of a declared update."""
     _RUN[:] = [run]
 
 
 def update(
-    replaced: Replaced, before: Callable[[Arguments], Arguments] | None = None, /, **roles: Role
+    replaced: Replaced, before: Callable[[Arguments], Arguments] | None = None, /, **kinds: Kind
 ) -> Callable[[F], F]:
     """Makes a functional update from a body that computes on lists with an entry per leaf.
 
     The signature and the docstring are those of the body, and so are the static options. The body
-    gets for an argument with a role what `AlignedArguments` makes of it, for a moment a `Moment`,
+    gets for an argument of a kind what `AlignedArguments` makes of it, for a moment a `Moment`,
     and for `layer_axes` the layers of each leaf. It returns what is added to the weights, new
     gradients, and new moments. Everything is compiled as one program.
 
     Args:
       replaced: what the results replace, in order.
       before: looks at all arguments, before anything is traced, and may replace some.
-      **roles: the role of each argument, arrays before numbers. Messages report the first that is
+      **kinds: what each argument is, arrays before numbers. Messages report the first that is
         wrong.
     """
 
     def decorate(body: F) -> F:
-        declared = Declared(body, replaced, before, roles)
+        declared = Declared(body, replaced, before, kinds)
         made = functools.cache(lambda: _RUN[0](declared))
 
         @functools.wraps(body)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return made()(*args, **kwargs)
 
         return cast(F, call)

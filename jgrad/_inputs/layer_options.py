@@ -3,7 +3,6 @@
 from typing import Any
 
 from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import SHARDED, Kind
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_layer_axes
 from jgrad._layers.trust import TrustLayers
@@ -15,13 +14,6 @@ from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import stacked_leaves, told
 
 # ---- what a factory can check ------------------------------------------------------------------
-
-
-# The kinds of two options, as `Options` has them.
-AXES: dict[str, Kind] = {
-    **SHARDED,
-    "layer_axes": lambda function, name, x: read_layer_axes(function, x, name),
-}
 
 
 def check_decay_of_ivy(function: str, rule: str, decay_rule: str, expected_rule: str) -> None:

@@ -9,20 +9,19 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgrad._inputs import layer_options, options
-from jgrad._inputs.factory import SHARDED, Kind, Reads
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists, existing, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import Mask
+from jgrad._trees.annotations import ArrayAxes, Mask, MeshAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.shardings import MeshAxesPerAxis, automatic_mesh, read_leaves, unknown_axes
@@ -62,16 +61,38 @@ def _shown(sizes: Axes) -> Any:
     return sizes.values[0] if sizes.values[-1] is ... else sizes.values
 
 
-# The options of all methods for matrices.
-MATRICES: dict[str, Kind] = {
-    "output_axes": lambda function, name, x: read_layer_axes(function, x, name),
-    "split": lambda function, _, x: read_split(function, x),
-    "layer_axes": layer_options.AXES["layer_axes"],
-    **SHARDED,
-}
-SHARD_OVER = Reads(
-    lambda function, x: () if x is None else checks.axis_names(function, "shard_over", x)
-)
+def read_shard_over(function: str, shard_over: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Names of mesh axes."""
+    return () if shard_over is None else checks.axis_names(function, "shard_over", shard_over)
+
+
+class MatrixOptions(NamedTuple):
+    """Which leaves are matrices, and where they are in them."""
+
+    matrices: Mask
+    output_axes: ArrayAxes
+    split: ArrayAxes
+    layer_axes: ArrayAxes
+    mesh_axes: MeshAxes
+
+    def check(self, function: str) -> None:
+        """What a factory can."""
+        read_layer_axes(function, self.output_axes, _OUTPUTS)
+        read_split(function, self.split)
+        read_layer_axes(function, self.layer_axes)
+        options.check_masks(function, matrices=self.matrices)
+        if self.matrices is None:
+            expected = "a prefix tree of bools, or a function of the parameters' shapes"
+            remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
+            raise TypeError(f"{function}: `matrices`: None, expected {expected}; {remedy}.")
+
+    def find(self, inputs: Parameters) -> list[MatrixAxes | None]:
+        """Where the matrices of each leaf are; an error where one is packed with others."""
+        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
+        matrices = find(inputs, self.matrices, *axes)
+        if inputs.has_buffers:
+            refuse_packed(inputs, matrices)
+        return matrices
 
 
 # ---- for each leaf of the unpacked tree --------------------------------------------------------

@@ -135,7 +135,7 @@ def zeros(
     for i, (p, x, names_of, layout) in enumerate(columns):
         if p is None or x is None:
             continue
-        zeros_of = functools.partial(_zeros_of_part, p, names_of, dtype, real)
+        zeros_of = functools.partial(_zeros, p, names_of, dtype, real)
         if (form_of_method := forms.find(x)) is not None:
             zeros[i] = form_of_method.zeros(p, x, None, zeros_of, real)
         elif form is None or layout is None:
@@ -144,13 +144,6 @@ def zeros(
             part = p if np.shape(x) == p.shape else _part(p, x, names_of)
             zeros[i] = form.zeros(part, x, layout, zeros_of, real)
     return structure.unflatten(zeros)
-
-
-def _zeros_of_part(
-    p: jax.Array, names_of: MeshAxesOf | None, dtype: DTypeLike | None, real: bool, like: Any
-) -> jax.Array | None:
-    part = p if np.shape(like) == p.shape else _part(p, like, names_of)
-    return _zeros(part, dtype, real)
 
 
 def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
@@ -169,9 +162,12 @@ def _part(p: jax.Array, like: Any, names_of: MeshAxesOf | None) -> jax.Array:
     return replicated(p)[tuple(map(slice, shape))]
 
 
-def _zeros(p: jax.Array, dtype: DTypeLike | None, real: bool) -> jax.Array | None:
+def _zeros(
+    p: jax.Array, names_of: MeshAxesOf | None, dtype: DTypeLike | None, real: bool, like: Any
+) -> jax.Array | None:
     if not jnp.issubdtype(p.dtype, jnp.inexact):
         return None
+    p = p if np.shape(like) == p.shape else _part(p, like, names_of)
     dtype = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
     is_complex = jnp.iscomplexobj(p) and not real
     return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)

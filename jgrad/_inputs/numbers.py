@@ -8,7 +8,6 @@ because they may be traced.
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import known_names
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 _beta_from_array = jit_static_kwargs(numerics.beta_from_array)
 
@@ -46,8 +45,8 @@ def betas(function: str, name: str, tree: PyTree) -> BetaForms:
         in_range(ArgLeaves.from_tree(function, name, tree), 0.0, 1.0)
         return forms(tree)
     leaves, structure = trees.flatten(_checked(function, name, tree, 1.0))
-    of_leaves = list(map(forms, leaves))
-    columns = zip(*of_leaves, strict=True) if of_leaves else ((), (), ())
+    forms_of_leaves = list(map(forms, leaves))
+    columns = zip(*forms_of_leaves, strict=True) if forms_of_leaves else ((), (), ())
     return BetaForms(*map(structure.unflatten, columns))
 
 
@@ -84,21 +83,21 @@ def in_range(
             arg.fail(i, ValueError, f"{checks.describe(x)}, expected {expected}")
 
 
-def forms(beta: Any) -> BetaForms:
+def forms(x: Leaf) -> BetaForms:
     """The forms of one beta: a number of Python, or an array."""
-    if beta is None:
+    if x is None:
         return BetaForms(None, None, None)  # where there is no parameter either
-    if checks.is_number(beta):
-        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(beta))))
-    return _beta_from_array(beta)
+    if checks.is_number(x):
+        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(x))))
+    return _beta_from_array(x)
 
 
-def as_python_number(x: Any) -> Any:
+def as_python_number(x: Leaf) -> Leaf:
     """A NumPy array with one element as the number that it is, a variable as its array."""
     return x.item() if isinstance(x, np.ndarray) and x.size == 1 else checks.value_of(x)
 
 
-def strong_scalar(x: Any) -> Any:
+def strong_scalar(x: Leaf) -> Leaf:
     """A number as a scalar of the default float dtype; anything else as it is."""
     return np.asarray(float(x), jnp.result_type(float)) if checks.is_number(x) else x
 
@@ -106,7 +105,7 @@ def strong_scalar(x: Any) -> Any:
 # ---- one number for the model, or for a leaf ---------------------------------------------------
 
 
-def scalar(function: str, name: str, x: Scalar) -> Any:
+def scalar(function: str, name: str, x: Scalar) -> Leaf:
     """One number in [0, inf)."""
     if checks.is_number(x):
         return number(function, name, x)
@@ -118,7 +117,7 @@ def beta(function: str, name: str, x: Scalar) -> BetaForms:
     return scalar_betas(function, name, _no_tree(function, name, x))
 
 
-def _no_tree(function: str, name: str, x: Any) -> Any:
+def _no_tree(function: str, name: str, x: Leaf) -> Leaf:
     if not trees.is_one_leaf(trees.flatten(x)[1]):
         raise ValueError(f"{function}: `{name}`: {checks.describe(x)}, expected one number.")
     return x
@@ -137,7 +136,7 @@ def scalar_betas(function: str, name: str, tree: PyTree) -> BetaForms:
     return BetaForms(*map(one_element, betas(function, name, tree)))
 
 
-def _one_element(function: str, name: str, x: Any) -> Any:
+def _one_element(function: str, name: str, x: Leaf) -> Leaf:
     if not jax.tree_util.all_leaves([x]):
         checks.one_element(ArgLeaves.from_tree(function, name, x))
         return trees.map_leaves(_scalar, x)
@@ -146,7 +145,7 @@ def _one_element(function: str, name: str, x: Any) -> Any:
     return _scalar(x)
 
 
-def _scalar(x: Any) -> Any:
+def _scalar(x: Leaf) -> Leaf:
     """Without axes; an integer in the default float dtype, as a number of Python is."""
     x = x.reshape(())
     return x if checks.is_inexact(x) else numerics.floating(x)
@@ -155,18 +154,18 @@ def _scalar(x: Any) -> Any:
 # ---- numbers of one call -----------------------------------------------------------------------
 
 
-class OfCall(dict[str, Any]):
+class OfCall(dict[str, PyTree]):
     """The keyword arguments of one call of `update`; it remembers which were asked for.
 
     Others are accepted, because they may be meant for another transformation of a chain. Exceptions
     are near misses of the method's own numbers, and options that cannot change per call.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        super().__init__(given)
+    def __init__(self, numbers: Mapping[str, PyTree]) -> None:
+        super().__init__(numbers)
         self._asked: dict[str, None] = {}
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: PyTree = None) -> PyTree:
         """As of a dictionary."""
         self._asked[name] = None
         return super().get(name, default)

@@ -26,6 +26,7 @@ from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, keywords_of, known_names
 from jgrad._trees.protocols import FIRST, SECOND, MomentField, PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import told
 
 
@@ -126,6 +127,7 @@ class MomentOptions(NamedTuple):
 
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
+        read_mesh_axes(function, self.mesh_axes)
         if self.dtype is not None and forms.named(self.dtype) is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"
@@ -143,14 +145,14 @@ class MomentOptions(NamedTuple):
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
-            options = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
-            form = forms.named(options.dtype)
-            layouts = form.layouts(params, tree, options) if form is not None else None
+            chosen = AS_PARAMETERS if self.of_first and kinds[name].is_real else self
+            form = forms.named(chosen.dtype)
+            layouts = form.layouts(params, tree, chosen) if form is not None else None
             is_used = is_used or any(x is not None for x in layouts or ())
             moments[name] = zeros(
                 params.function,
                 params.tree,
-                options.dtype if form is None else None,
+                chosen.dtype if form is None else None,
                 shapes=tree,
                 mesh_axes=sharded,
                 form=form,
@@ -192,8 +194,8 @@ class MomentOptions(NamedTuple):
         moments: dict[str, Moment] = {}
         for name, tree in shapes.moments.items():
             real = kinds[name].is_real
-            options = AS_PARAMETERS if self.of_first and real else self
-            moments[name] = options._moment(inputs, name, state, tree, keys, real=real)
+            chosen = AS_PARAMETERS if self.of_first and real else self
+            moments[name] = chosen._moment(inputs, name, state, tree, keys, real=real)
         return Step(step, state.step, moments, shapes.matrices or [], numbers)
 
     def _moment(
@@ -323,12 +325,10 @@ def transformation(
     kind: Any = OptState if issubclass(state_type, OptState) else state_type
     kinds: Kinds = kind.__jgrad_fields__.moments
 
-    shapes: ShapesOf = shapes_of or (lambda inputs: Shapes(dict.fromkeys(has, inputs.tree)))
-
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         checks.parameters(inputs.reference)
-        of_moments = shapes(inputs)
+        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
         others = () if more is None else more.init(inputs, of_moments)
         return state_type(*moments.init(inputs, of_moments, kinds), *others)
 
@@ -338,7 +338,7 @@ def transformation(
         inputs = Inputs(name, updates, params, told())
         if params_for is not None:
             inputs.require_params(params_for)
-        of_moments = shapes(inputs)
+        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
         of_call = OfCall(numbers) if numbers else None
         step = moments.read(inputs, state, of_moments, of_call or {}, kind)
         if more is not None:

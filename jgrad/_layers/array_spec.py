@@ -49,7 +49,7 @@ class ArraySpec:
         """The shape of what this device has of it."""
         return self.shape
 
-    def per_array(self, entries: Sequence[Any]) -> Any:
+    def per_array(self, entries: Sequence[PyTree]) -> PyTree:
         """One entry per leaf of the tree as one for the array."""
         return entries[self.positions[0]]
 
@@ -95,11 +95,11 @@ def specs(tree: PyTree) -> list[ArraySpec]:
     arrays: list[ArraySpec] = []
     count = 0
     stacks = told().stacks
-    leaves: list[Any] = jax.tree.leaves(tree, is_leaf=_is_array)
+    leaves: list[PyTree] = jax.tree.leaves(tree, is_leaf=_is_array)
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_array) if stacks else []
-    x: Any
+    x: PyTree
     for x, (path, _) in itertools.zip_longest(leaves, paths, fillvalue=((), None)):
-        own = x.__jgrad_arrays__(count) if trees.is_packed(x) else None
-        arrays += [ArraySpec((count,), stacks.get(path))] if own is None else own
-        count += 1 if own is None else x.num_leaves
+        arrays_here = x.__jgrad_arrays__(count) if trees.is_packed(x) else None
+        arrays += [ArraySpec((count,), stacks.get(path))] if arrays_here is None else arrays_here
+        count += 1 if arrays_here is None else x.num_leaves
     return arrays

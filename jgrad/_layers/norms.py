@@ -39,7 +39,7 @@ def of_call(
       is_opaque: whether the arrays may be constants that are hidden from XLA, see `opaque`.
     """
     f, arrays = call
-    return _of_array(f, layers, is_opaque), (scale, *arrays)
+    return _squares_of_array(f, layers, is_opaque), (scale, *arrays)
 
 
 class SquareRange(NamedTuple):
@@ -95,31 +95,31 @@ def rescaled(calls: Sequence[Call], layers: Sequence[LayerAxes], unit: jax.Array
     kinds = {(f, axes, *map(jax.typeof, xs)) for (f, xs), axes in zip(calls, layers, strict=True)}
     if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in arrays):
         scales = jax.lax.split(scale, [axes.num_layers for axes in layers])
-        of_layers = zip(calls, layers, scales, strict=True)
-        return concatenate(leafwise.run([of_call(*x, is_opaque=True) for x in of_layers]))
+        rows = zip(calls, layers, scales, strict=True)
+        return concatenate(leafwise.run([of_call(*x, is_opaque=True) for x in rows]))
     columns = list(zip(*(xs for _, xs in calls), strict=True))  # for each argument of f
     shared = tuple(all(x is column[0] for x in column) for column in columns)
     arguments = [x[0] if same else x for x, same in zip(columns, shared, strict=True)]
-    return _of_stack(f, shared, layers[0])(scale.reshape(len(calls), -1), *arguments)
+    return _squares_of_stack(f, shared, layers[0])(scale.reshape(len(calls), -1), *arguments)
 
 
 @functools.cache
-def _of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Function:
-    """`_of_array` for arrays that are alike: each argument is a tuple, or one that all share."""
+def _squares_of_stack(f: Function, shared: tuple[bool, ...], layers: LayerAxes) -> Function:
+    """`_squares_of_array` of arrays that are alike: each argument is a tuple, or shared by all."""
 
     @jit_static_kwargs
-    def of_stack(scale: jax.Array, *columns: Any) -> jax.Array:
+    def stack_squares(scale: jax.Array, *columns: Any) -> jax.Array:
         together = [x if same else _stack(x) for x, same in zip(columns, shared, strict=True)]
         axes = [None if same else 0 for same in shared]
-        of_one = _of_array(f, layers, True)
-        sums = jax.vmap(of_one, in_axes=(0, *axes))(scale, *together)
+        one = _squares_of_array(f, layers, True)
+        sums = jax.vmap(one, in_axes=(0, *axes))(scale, *together)
         return sums.reshape(-1).astype(scale.dtype)
 
-    return of_stack
+    return stack_squares
 
 
 @functools.cache  # one function object for each call, so that JAX's caches find it again
-def _of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Function:
+def _squares_of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Function:
     """The function (scale, *arrays) -> sums of |scale f(*arrays)|^2, of shape (num_layers,)."""
 
     def squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
@@ -128,11 +128,11 @@ def _of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Function:
         return numerics.abs_squared(x if scale is None else numerics.scaled(x, scale))
 
     @jit_static_kwargs
-    def of_array(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
+    def array_squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         by = None if scale is None else layers.to_elements(scale)
         return layers.sum(squares, (by, *(opaque(arrays) if is_opaque else arrays)))
 
-    return of_array
+    return array_squares
 
 
 def opaque(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -272,16 +272,16 @@ def norm_of_norms(batches: Sequence[jax.Array]) -> ScaledNorm:
     return ScaledNorm(norms, jnp.ones_like(norms)).combined(jnp.max, jnp.sum)
 
 
-def _of_both(a: ScaledNorm, b: ScaledNorm) -> ScaledNorm:
+def _joined(a: ScaledNorm, b: ScaledNorm) -> ScaledNorm:
     """The norm of all arrays together, from those of two shares of them."""
     return ScaledNorm(*map(jnp.stack, zip(a, b, strict=True))).combined(jnp.max, jnp.sum)
 
 
-def _of_nothing(norm: ScaledNorm) -> ScaledNorm:
+def _neutral(norm: ScaledNorm) -> ScaledNorm:
     return ScaledNorm(jnp.zeros_like(norm.mantissa), jnp.ones_like(norm.scale))
 
 
-OF_SHARES = Combine(_of_both, _of_nothing)
+OF_SHARES = Combine(_joined, _neutral)
 
 
 def _spans(layers: Sequence[LayerAxes], arrays: Iterable[jax.Array]) -> list[slice]:

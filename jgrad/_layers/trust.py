@@ -147,11 +147,11 @@ def scaled_by_trust_ratio(
             batches.append(norms.join(axes, [column[i] for i in chosen]))
         per_batch = [ratio(*xs) for xs in zip(*batches, strict=True)]
         per_factor = [norms.split(axes, factor) for factor in zip(*per_batch, strict=True)]
-        for i, *of_layers in zip(chosen, *per_factor, strict=True):
+        for i, *by_layer in zip(chosen, *per_factor, strict=True):
             if isinstance(mask[i], np.ndarray):
                 use = layers.axes[i].to_elements(mask[i])
-                of_layers = [jnp.where(use, x, jnp.ones_like(x)) for x in of_layers]
-            factors[i] = of_layers + factors[i]
+                by_layer = [jnp.where(use, x, jnp.ones_like(x)) for x in by_layer]
+            factors[i] = by_layer + factors[i]
     results = zip(run(directions), factors, strict=True)
     return run([None if d is None else (scale, (d, *by)) for d, by in results])
 

@@ -5,19 +5,20 @@ matrices have None for all other arrays, and the other way round.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import Given
+from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
+from jgrad._inputs.matrix_options import MatrixOptions
 from jgrad._inputs.moment import Moment, Step
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import Array, MatrixAxes
@@ -38,6 +39,35 @@ PerArray: TypeAlias = list[T]
 Axes: TypeAlias = PerArray[MatrixAxes | None]
 
 
+MuonRule = Literal["muon", "normuon"]
+ScaleFunction = Callable[[int, int], Scalar]  # of outputs and inputs
+
+
+class MuonOptions(NamedTuple):
+    """What a user chose of Muon's direction, read as far as it can be.
+
+    Attributes:
+      scale: see `muon`, a function.
+      coefficients: a triple for each step.
+      fraction: of rows that an update takes; None for all.
+      shard_over: names of mesh axes.
+      adam: of the leaves that are no matrices.
+    """
+
+    matrices: MatrixOptions
+    momentum: kinds.Beta
+    nesterov: bool
+    scale: ScaleFunction
+    coefficients: newton_schulz.Coefficients
+    rule: MuonRule
+    normuon_beta: Scalar
+    fraction: float | None
+    error_decay: kinds.Beta
+    shard_over: tuple[str, ...]
+    compute_dtype: np.dtype | None
+    adam: adam_of.AdamOptions
+
+
 class Directions(NamedTuple):
     """What one update makes.
 
@@ -54,7 +84,7 @@ class Directions(NamedTuple):
     signs: PerArray[Array]
 
 
-def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
+def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     """The direction of each array, and the new moments."""
     matrices: Axes = inputs.per_array(step.matrices)
     both = list(zip(inputs.g, matrices, strict=True))
@@ -62,7 +92,6 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
     axes = [of.whole if of and x is not None else None for x, of in both]
     g_of_others = [None if of else x for x, of in both]
 
-    n = muon.read(inputs, step)
     first, second = step.moments["mw"], step.moments["vw"]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
@@ -72,7 +101,7 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
             without = "without `fraction`"
             refuse_without_effect(inputs.function, "error_decay", decay, None, without)
         momentum = _look_ahead if muon.nesterov else average_of_leaf
-        m, mw_of_matrices = momentum(g, first, n.momentum)
+        m, mw_of_matrices = momentum(g, first, muon.momentum.read(inputs, step))
         m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
         x = orthogonalize.orthogonalized(inputs.function, m, axes, steps, muon.shard_over)
     else:
@@ -89,17 +118,15 @@ def directions(inputs: Inputs, step: Step, muon: Given) -> Directions:
             of_outputs=is_normuon,
         )
         there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
-        _, mw_of_matrices = _stored(
-            leafwise.apply(_decayed_rows, sums, there, n.error_decay.value), first
-        )
+        decay = muon.error_decay.read(inputs, step).value
+        _, mw_of_matrices = _stored(leafwise.apply(_decayed_rows, sums, there, decay), first)
     vw_of_matrices: PerArray[Leaf] = [None] * len(x)
     if is_normuon:
         beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
         x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
     x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
 
-    betas = n.adam_beta1, n.adam_beta2
-    of_adam = adam_of.numbers_of(*betas, n.adam_epsilon, "moments", step.as_float)
+    of_adam = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, first, second, of_adam)
     others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
     return Directions(

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jgrad._arithmetic import rules
-from jgrad._inputs import matrix_options, numbers, options
-from jgrad._inputs.factory import (
-    FORM,
-    Arguments,
-    Given,
-    Options,
-    Reads,
-    checked,
-    one_of,
-)
-from jgrad._inputs.functional import Role
+from jgrad._inputs import kinds, numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
-from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
+from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.transformation import OptState, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._layers.matrix_axes import Array, MatrixAxes
-from jgrad._muon.directions import MOMENTUM, check_no_momentum, directions
+from jgrad._muon.directions import (
+    MOMENTUM,
+    MuonOptions,
+    MuonRule,
+    ScaleFunction,
+    check_no_momentum,
+    directions,
+)
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
@@ -45,10 +43,8 @@ from jgrad._trees.annotations import (
     Scalar,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.protocols import Leaf
 
-MuonRule = Literal["muon", "normuon"]
-ScaleFunction = Callable[[int, int], Scalar]  # of outputs and inputs
 Scale = Literal["original", "match_rms_adamw", "spectral"] | ScaleFunction | None
 
 _SCALES: dict[str | None, ScaleFunction] = {
@@ -57,6 +53,60 @@ _SCALES: dict[str | None, ScaleFunction] = {
     "spectral": lambda out, into: math.sqrt(out / max(1, into)),
     None: lambda out, into: 1.0,
 }
+
+
+# ---- what every method of matrices has, and Adam beside it ---------------------------------------
+
+
+class MatrixDescent(NamedTuple):
+    """Learning rates and decays of matrices, and of all other leaves where these have their own."""
+
+    of_matrices: kinds.DescentOptions
+    of_others: kinds.DescentOptions
+
+    @classmethod
+    def of(
+        cls,
+        of_matrices: kinds.DescentOptions,
+        adam_learning_rate: LearningRate | None,
+        adam_weight_decay: Number | None,
+    ) -> MatrixDescent:
+        """Of the arguments of a factory, by their usual names."""
+        decay = dataclasses.replace(
+            of_matrices.weight_decay,
+            name="adam_weight_decay",
+            value=adam_weight_decay,
+            is_optional=True,
+        )
+        rate = kinds.Rate("adam_learning_rate", adam_learning_rate, is_optional=True)
+        return cls(of_matrices, kinds.DescentOptions(rate, decay))
+
+    def check(self, function: str) -> None:
+        """What a factory can."""
+        self.of_matrices.check(function)
+        self.of_others.check(function)
+
+    def read(self, inputs: Inputs, step: Step) -> Descent:
+        """Those of one update."""
+        of, others = self.of_matrices, self.of_others
+        rule = of.weight_decay.rule
+        decays = _of_both_kinds(inputs, step, of.weight_decay, others.weight_decay)
+        rates = _of_both_kinds(inputs, step, of.learning_rate, others.learning_rate)
+        return Descent(rules.optional(decays, rule), rates, rule)
+
+
+def _of_both_kinds(
+    inputs: Inputs,
+    step: Step,
+    of_matrices: kinds.Rate | kinds.Decay,
+    of_others: kinds.Rate | kinds.Decay,
+) -> list[Leaf]:
+    """An option for each array: that of matrices, or Adam's, if it has its own."""
+    entries = of_matrices.of_leaves(inputs, step)
+    if of_others.is_given(step):
+        columns = zip(entries, of_others.of_leaves(inputs, step), step.matrices, strict=True)
+        entries = [y if axes is None else x for x, y, axes in columns]
+    return inputs.per_array(entries)
 
 
 # ---- options -----------------------------------------------------------------------------------
@@ -95,128 +145,52 @@ def read_fraction(function: str, fraction: Any) -> float | None:
     return None if fraction == 1 else float(fraction)
 
 
-def check_matrices(name: str, matrices: Mask) -> None:
-    """A choice of leaves, which has to be made."""
-    if matrices is None:
-        expected = "a prefix tree of bools, or a function of the parameters' shapes"
-        remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
-        raise TypeError(f"{name}: `matrices`: None, expected {expected}; {remedy}.")
+def _muon(
+    name: str,
+    muon: MuonOptions,
+    moments: MomentOptions,
+    descent: MatrixDescent | None = None,
+) -> Transformation[OptState]:
+    checks.one_of(name, "rule", muon.rule, ("muon", "normuon"))
+    checks.boolean(name, "nesterov", muon.nesterov)
+    muon.momentum.check(name)
+    numbers.beta(name, "normuon_beta", muon.normuon_beta)
+    muon.error_decay.check(name)
+    muon.adam.check(name)
+    if descent is not None:
+        descent.check(name)
+    muon.matrices.check(name)
+    check_masks(name, full_precision=moments.full_precision)
+    if muon.fraction is not None:
+        check_no_momentum(name, muon.fraction, muon.momentum.value)
+
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
+        new = directions(inputs, step, muon)
+        if descent is None:
+            return new.direction, new.mw, new.vw
+        of_update = descent.read(inputs, step)
+        signs = new.signs if of_update.rule == "cautious" else None
+        return of_update.updates(new.direction, inputs.w, signs), new.mw, new.vw
+
+    shapes_of = functools.partial(_shapes, muon=muon)
+    return transformation(name, compute, shapes_of=shapes_of, moments=moments)
 
 
-_DIRECTION = Options(
-    matrices=Role.MASK,
-    rule=one_of("muon", "normuon"),
-    nesterov=Role.FLAG,
-    momentum=Role.BETA,
-    **MATRICES,
-    normuon_beta=numbers.beta,
-    error_decay=Role.BETA,
-    **{f"adam_{name}": role for name, role in adam_of.NUMBERS.items()},
-    **FORM,
-    scale=Reads(read_scale),
-    coefficients=Reads(read_coefficients),
-    compute_dtype=Reads(check_compute_dtype),
-    shard_over=SHARD_OVER,
-    fraction=Reads(read_fraction),
-)
-_OPTIONS = Options(
-    **_DIRECTION.kinds,
-    learning_rate=checked(numbers.number),
-    adam_learning_rate=checked(numbers.number, optional=True),
-    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule")),
-    weight_decay_mask=Role.MASK,
-)
-
-
-def _checked(name: str, table: Options, arguments: Arguments) -> Given:
-    given = table.check(name, arguments)
-    check_matrices(name, given.matrices)
-    if given.fraction is not None:
-        check_no_momentum(name, given.fraction, given.momentum)
-    return given
-
-
-def _shapes(inputs: Parameters, given: Given) -> Shapes:
+def _shapes(inputs: Parameters, muon: MuonOptions) -> Shapes:
     """The shapes of the moments; and where the matrices of each leaf are.
 
     Second ones are those of all leaves but matrices; in NorMuon, one number per output of these.
     """
-    matrices = matrices_of(inputs, given)
+    matrices = muon.matrices.find(inputs)
 
     def of_second(x: Array, of: MatrixAxes | None) -> jax.ShapeDtypeStruct | None:
-        if x is None or not checks.is_inexact(x) or (of is not None and given.rule == "muon"):
+        if x is None or not checks.is_inexact(x) or (of is not None and muon.rule == "muon"):
             return None
         return jax.ShapeDtypeStruct(x.shape if of is None else of.per_output, x.dtype)
 
     pairs = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
     vw = trees.flatten(inputs.tree)[1].unflatten([of_second(*pair) for pair in pairs])
     return Shapes({"mw": inputs.tree, "vw": vw}, matrices)
-
-
-def _made(
-    name: str,
-    given: Given,
-    compute: Callable[[Inputs, Step], tuple[list[Leaf], list[Leaf], list[Leaf]]],
-) -> Transformation[OptState]:
-    moments = given.moments(layer_axes=given.layer_axes)
-    shapes_of = functools.partial(_shapes, given=given)
-    return transformation(name, compute, shapes_of=shapes_of, moments=moments)
-
-
-# ---- what every method of matrices has, and Adam beside it ---------------------------------------
-
-
-def check_decays(name: str, given: Given) -> None:
-    """Those of matrices, and of all other leaves."""
-    decays = {"weight_decay": given.weight_decay}
-    if given.adam_weight_decay is not None:
-        decays["adam_weight_decay"] = given.adam_weight_decay
-    checks.one_of(name, "weight_decay_rule", given.weight_decay_rule, options.DECAY_RULES)
-    options.check_decays(name, given.weight_decay_rule, **decays)
-
-
-def matrices_of(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
-    """Where the matrices of each leaf are; an error where one is packed with others."""
-    axes = given.output_axes, given.layer_axes, given.mesh_axes, given.split
-    matrices = matrix_options.find(inputs, given.matrices, *axes)
-    if inputs.has_buffers:
-        matrix_options.refuse_packed(inputs, matrices)
-    return matrices
-
-
-def descent_of(inputs: Inputs, step: Step, given: Given) -> Descent:
-    """What makes updates of directions: learning rates and decays of both kinds of leaves."""
-    rule = given.weight_decay_rule
-    use = options.mask(inputs, "weight_decay_mask", given.weight_decay_mask)
-
-    def decays_of(name: str, x: PyTree) -> list[Leaf]:
-        return options.decay_of_leaves(inputs, name, x, use, step, rule)
-
-    def rates_of(name: str, x: PyTree) -> list[Leaf]:
-        return options.rate_of_leaves(inputs, name, x, step)
-
-    decays = inputs.per_array(_of_both_kinds("weight_decay", decays_of, step, given))
-    rates = inputs.per_array(_of_both_kinds("learning_rate", rates_of, step, given))
-    return Descent(rules.optional(decays, rule), rates, rule)
-
-
-def _of_both_kinds(
-    name: str, read: Callable[[str, PyTree], list[Leaf]], step: Step, given: Given
-) -> list[Leaf]:
-    """An option for each leaf: that of matrices, or Adam's, which is the same unless it is given.
-
-    Args:
-      name: of that of matrices.
-      read: (name, option) -> an entry for each leaf.
-      step: of the update, which may have another option of Adam.
-      given: the options of the factory.
-    """
-    of_matrices = read(name, getattr(given, name))
-    own = getattr(given, f"adam_{name}")
-    if own is None and step.numbers.get(f"adam_{name}") is None:
-        return of_matrices
-    columns = zip(of_matrices, read(f"adam_{name}", own), step.matrices, strict=True)
-    return [y if axes is None else x for x, y, axes in columns]
 
 
 # ---- transformations ----------------------------------------------------------------------------
@@ -364,22 +338,40 @@ def muon(
       and "Dion3" in `dion` with `selection_scope="global"`; `split`: "Muon Split" of "GLM-5" (2026,
       arXiv 2602.15763), and `split_sizes` in `dion`.
     """
-    name, given = "muon", _checked("muon", _OPTIONS, locals())
-    check_decays(name, given)
+    name = "muon"
+    of_direction = MuonOptions(
+        matrices=MatrixOptions(matrices, output_axes, split, layer_axes, mesh_axes),
+        momentum=kinds.Beta("momentum", momentum),
+        nesterov=nesterov,
+        scale=read_scale(name, scale),
+        coefficients=read_coefficients(name, coefficients),
+        rule=rule,
+        normuon_beta=normuon_beta,
+        fraction=read_fraction(name, fraction),
+        error_decay=kinds.Beta("error_decay", error_decay),
+        shard_over=read_shard_over(name, shard_over),
+        compute_dtype=check_compute_dtype(name, compute_dtype),
+        adam=adam_of.AdamOptions(
+            beta1=kinds.Beta("adam_beta1", adam_beta1),
+            beta2=kinds.Beta("adam_beta2", adam_beta2),
+            epsilon=kinds.Number("adam_epsilon", adam_epsilon),
+            bias_correction="moments",
+        ),
+    )
+    moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)
+    descent = MatrixDescent.of(
+        kinds.DescentOptions.of(learning_rate, weight_decay, weight_decay_mask, weight_decay_rule),
+        adam_learning_rate,
+        adam_weight_decay,
+    )
+    tx = _muon(name, of_direction, moments, descent)
     chosen = jax.tree.leaves(matrices, is_leaf=trees.is_leaf)
     is_for_all = bool(chosen) and all(x is True for x in chosen)
     if adam_learning_rate is None and scale != "match_rms_adamw" and not is_for_all:
         expected = "a learning rate for the leaves that are not in `matrices`, such as 3e-4"
         remedy = 'or `scale="match_rms_adamw"`, with which one learning rate fits both'
         raise ValueError(f"{name}: `adam_learning_rate`: None, expected {expected}; {remedy}.")
-
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
-        new = directions(inputs, step, given)
-        signs = new.signs if weight_decay_rule == "cautious" else None
-        updates = descent_of(inputs, step, given).updates(new.direction, inputs.w, signs)
-        return updates, new.mw, new.vw
-
-    return _made(name, given, compute)
+    return tx
 
 
 @explained
@@ -431,10 +423,25 @@ def scale_by_muon(
 
     Source: as `muon`.
     """
-    name, given = "scale_by_muon", _checked("scale_by_muon", _DIRECTION, locals())
-
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
-        new = directions(inputs, step, given)
-        return new.direction, new.mw, new.vw
-
-    return _made(name, given, compute)
+    name = "scale_by_muon"
+    of_direction = MuonOptions(
+        matrices=MatrixOptions(matrices, output_axes, split, layer_axes, mesh_axes),
+        momentum=kinds.Beta("momentum", momentum),
+        nesterov=nesterov,
+        scale=read_scale(name, scale),
+        coefficients=read_coefficients(name, coefficients),
+        rule=rule,
+        normuon_beta=normuon_beta,
+        fraction=read_fraction(name, fraction),
+        error_decay=kinds.Beta("error_decay", error_decay),
+        shard_over=read_shard_over(name, shard_over),
+        compute_dtype=check_compute_dtype(name, compute_dtype),
+        adam=adam_of.AdamOptions(
+            beta1=kinds.Beta("adam_beta1", adam_beta1),
+            beta2=kinds.Beta("adam_beta2", adam_beta2),
+            epsilon=kinds.Number("adam_epsilon", adam_epsilon),
+            bias_correction="moments",
+        ),
+    )
+    moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)
+    return _muon(name, of_direction, moments)

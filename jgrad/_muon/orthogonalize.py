@@ -260,7 +260,7 @@ def _of_rows(
             few[i], axes[i] = x, where
             is_taken[i] = sharded_as(jnp.broadcast_to(mask, new[i].shape), new[i])
     for key, members in groups.items():
-        of_few = steps if key is None else rows.of_few(steps, key[0], are_columns=key[1])
+        of_few = steps if key is None else rows.on_few_rows(steps, key[0], are_columns=key[1])
         own = [few[i] for i in members], [axes[i] for i in members]
         few |= zip(members, _of_whole_matrices(of_few, *own, dealing), strict=True)
     for members, put_back in back:

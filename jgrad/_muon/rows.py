@@ -78,21 +78,21 @@ class Rows:
         first, shape = len(self.axes.stacked), self.shape
         names: MeshAxesPerAxis | None = None
         if known is not None:
-            of_rows = itertools.chain(*(known[axis] for axis in self.sides[0]))
+            row_names = itertools.chain(*(known[axis] for axis in self.sides[0]))
             others = self.axes.stacked, self.sides[1]
             layers, columns = ([known[axis] for axis in axes] for axes in others)
-            names = (*layers, tuple(of_rows), *columns)
+            names = (*layers, tuple(row_names), *columns)
             devices = (math.prod(map(sizes.__getitem__, axes)) for axes in names)
             shape = tuple(map(operator.mul, shape, devices))
-        of_columns = tuple(range(first + 1, len(shape)))
-        outputs = (first,) if self.are_outputs else of_columns
+        column_axes = tuple(range(first + 1, len(shape)))
+        outputs = (first,) if self.are_outputs else column_axes
         return MatrixAxes(shape, tuple(range(first)), outputs, mesh_axes=names)
 
     def sharded(self, axes: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
         """Those of the axes of which a device has a part, and over which mesh axes."""
         return [(axis, names) for axis, names in self.axes.sharded_axes if axis in axes]
 
-    def of_whole_rows(self, shape: Sequence[int]) -> "Rows":
+    def whole_rows(self, shape: Sequence[int]) -> "Rows":
         """Of arrays with all rows of their matrices, by the shape of numbers per row."""
         pairs = enumerate(zip(self.axes.shape, shape, strict=True))
         lengths = tuple(n if axis in self.sides[1] else m for axis, (n, m) in pairs)
@@ -130,7 +130,7 @@ def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     # Only if one overflowed, because scaled norms of small rows are 0.
     over = tuple(1 + axis for axis in rows.sides[0])
     exact = jnp.where(jnp.any(jnp.isinf(exact), axis=over, keepdims=True), scaled, exact)
-    view = rows.of_whole_rows(exact.shape[1:]).view(per_row=True)
+    view = rows.whole_rows(exact.shape[1:]).view(per_row=True)
     flat = jax.lax.concatenate([view.of(x) for x in exact], 0)
     numbers = jax.lax.top_k(flat, rows.count)[1]
     matrices = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 0)
@@ -149,7 +149,7 @@ def compact(
     sizes = [view.shape[0]] * len(arrays)
     parts = zip(*(jax.lax.split(x, sizes) for x in (flags, numbers)), strict=True)
     pairs = zip(arrays, parts, strict=True)
-    return [_found(view.of(x), *part).reshape(rows.shape) for x, part in pairs]
+    return [_picked(view.of(x), *part).reshape(rows.shape) for x, part in pairs]
 
 
 @jit_static_kwargs
@@ -160,26 +160,26 @@ def spread(
     view, flat = rows.view(), _flat(masks, rows)
     count, _, columns = view.shape
     slots = jax.lax.split(_slots_of(flat, rows.slots), [count] * len(arrays))
-    of_arrays = zip(arrays, jax.lax.split(flat, [count] * len(arrays)), slots, strict=True)
-    stacks = ((x.reshape(count, rows.slots, columns), *of) for x, *of in of_arrays)
-    return [view.back(_found(*stack)) for stack in stacks]
+    columns_of_each = zip(arrays, jax.lax.split(flat, [count] * len(arrays)), slots, strict=True)
+    stacks = ((x.reshape(count, rows.slots, columns), *more) for x, *more in columns_of_each)
+    return [view.back(_picked(*stack)) for stack in stacks]
 
 
-def of_few(steps: Function, count: int, *, are_columns: bool) -> Function:
+def on_few_rows(steps: Function, count: int, *, are_columns: bool) -> Function:
     """Steps of a stack of wide matrices, of which only so many rows, or columns, are not zero."""
 
-    def of_stack(x: jax.Array) -> jax.Array:
+    def on_stack(x: jax.Array) -> jax.Array:
         x = jnp.swapaxes(x, 1, 2) if are_columns else x
         is_some = jnp.any(x != 0, axis=2)
-        few = _found(x, *_first(is_some, count))
+        few = _picked(x, *_first(is_some, count))
         is_tall = few.shape[1] > few.shape[2]
         new = steps(jnp.swapaxes(few, 1, 2) if is_tall else few)
         # If fewer rows are nonzero, the rest are zeros and are written nowhere.
         new = jnp.swapaxes(new, 1, 2) if is_tall else new
-        x = _found(new, is_some, _slots_of(is_some, count))
+        x = _picked(new, is_some, _slots_of(is_some, count))
         return jnp.swapaxes(x, 1, 2) if are_columns else x
 
-    return of_stack
+    return on_stack
 
 
 def _flat(masks: Sequence[jax.Array], rows: Rows) -> jax.Array:
@@ -201,10 +201,10 @@ def _slots_of(mask: jax.Array, count: int) -> jax.Array:
     return jnp.clip(jnp.cumsum(mask, axis=1, dtype=np.int32) - 1, 0, count - 1)
 
 
-def _found(x: jax.Array, is_some: jax.Array, numbers: jax.Array) -> jax.Array:
+def _picked(x: jax.Array, is_some: jax.Array, numbers: jax.Array) -> jax.Array:
     """Rows of each matrix by their numbers, and zeros."""
-    found = jnp.take_along_axis(x, numbers[:, :, None], axis=1)
-    return jnp.where(is_some[:, :, None], found, jnp.zeros_like(found))
+    taken = jnp.take_along_axis(x, numbers[:, :, None], axis=1)
+    return jnp.where(is_some[:, :, None], taken, jnp.zeros_like(taken))
 
 
 def _row_norms(arrays: Sequence[jax.Array], rows: Rows) -> jax.Array:

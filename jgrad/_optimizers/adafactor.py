@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,16 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._forms.factors import Factors
-from jgrad._inputs import layer_options, matrix_options, numbers, options
+from jgrad._inputs import kinds, layer_options, matrix_options, numbers, options
 from jgrad._inputs.around import narrow
-from jgrad._inputs.factory import DECAY, FORM, Given, Options, checked, count, one_of
-from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent, average_of_leaf
-from jgrad._inputs.matrix_options import LAST, MATRICES
+from jgrad._inputs.matrix_options import LAST
 from jgrad._inputs.moment import Moment, Shapes, Step
-from jgrad._inputs.transformation import AdafactorState, transformation
+from jgrad._inputs.transformation import AdafactorState, MomentOptions, transformation
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.array_spec import ArraySpec
-from jgrad._layers.layer_axes import LayerAxes
+from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._layers.trust import quotient
 from jgrad._trees import checks, trees
@@ -47,6 +45,49 @@ from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.told import told
 
 AdafactorRule = Literal["paper", "torch"]
+
+
+class _Options(NamedTuple):
+    """What a user chose, beside moments and descent."""
+
+    beta2_decay: Scalar
+    beta2_cap: Scalar | None
+    epsilon: tuple[Scalar | None, Scalar]
+    clip_threshold: Scalar | None
+    scale_by_parameter: bool
+    min_side: Count
+    rule: AdafactorRule
+    output_axes: ArrayAxes
+    mesh_axes: MeshAxes
+    layer_axes: ArrayAxes
+
+    def check(self, function: str) -> None:
+        """What a factory can."""
+        numbers.scalar(function, "beta2_decay", self.beta2_decay)
+        if self.beta2_cap is not None:
+            options.check(function, numbers.beta, beta2_cap=self.beta2_cap)
+        _check_epsilon(function, self.epsilon, self.rule)
+        if (x := self.clip_threshold) is not None:
+            numbers.scalars(function, "clip_threshold", x, positive=True)
+            numbers.scalar(function, "clip_threshold", x)
+        checks.boolean(function, "scale_by_parameter", self.scale_by_parameter)
+        options.check_count(function, "min_side", self.min_side)
+        checks.one_of(function, "rule", self.rule, ("paper", "torch"))
+        read_layer_axes(function, self.layer_axes)
+        read_layer_axes(function, self.output_axes, "output_axes")
+
+
+def _check_epsilon(function: str, x: Any, rule: AdafactorRule) -> None:
+    begin = f"{function}: `epsilon`"
+    if not (isinstance(x, tuple | list) and len(x) == 2):
+        expected = "a pair: what is added to squares, and the smallest scale"
+        raise TypeError(f"{begin}: {checks.describe(x)}, expected {expected}.")
+    for number in x if x[0] is not None else x[1:]:
+        numbers.scalar(function, "epsilon", number)
+    if x[0] is None and rule != "torch":
+        expected = 'two numbers; the first may be None with `rule="torch"`'
+        raise TypeError(f"{begin}: {x}, expected {expected}.")
+
 
 # ---- squares, by rows and columns, on the arrays of one leaf -----------------------------------
 
@@ -173,9 +214,9 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 # ---- which leaves are factored -----------------------------------------------------------------
 
 
-def _shapes(inputs: Parameters, given: Given, *, mw: bool) -> Shapes:
+def _shapes(inputs: Parameters, chosen: _Options, *, mw: bool) -> Shapes:
     """The shapes of the moments; and where the matrices are of each array that is factored."""
-    matrices = _matrices(inputs, given)
+    matrices = _matrices(inputs, chosen)
     both = zip(inputs.reference.leaves, matrices, strict=True)
     vw = [x if axes is None else _shape(axes, x) for x, axes in both]
     structure = trees.flatten(inputs.tree)[1]
@@ -189,22 +230,20 @@ def _shape(axes: MatrixAxes, x: Any) -> Factors:
     return Factors(*(jax.ShapeDtypeStruct(tuple(shape), x.dtype) for shape in shapes))
 
 
-def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
+def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
     """Of each array that is factored, where its matrices are."""
-    chosen = given.arguments
-    output_axes, layer_axes = chosen["output_axes"], chosen["layer_axes"]
     leaves, structure = trees.flatten(inputs.shapes)
-    stacked = layer_options.stacked_axes(inputs, layer_axes).leaves
+    stacked = layer_options.stacked_axes(inputs, chosen.layer_axes).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
             counts[i] = max(counts[i], len(span.layers.stacked))
     is_matrix = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
     mask = structure.unflatten(is_matrix)
-    found = matrix_options.find(inputs, mask, output_axes, layer_axes, chosen["mesh_axes"], None)
-    factored = [
-        None if of is None or min(of.whole.sizes) < chosen["min_side"] else of for of in found
-    ]
+    found = matrix_options.find(
+        inputs, mask, chosen.output_axes, chosen.layer_axes, chosen.mesh_axes, None
+    )
+    factored = [None if of is None or min(of.whole.sizes) < chosen.min_side else of for of in found]
     per_array: list[MatrixAxes | None] = []
     for spec in inputs.specs:
         of_array = [factored[i] for i in spec.positions]
@@ -222,11 +261,11 @@ def _matrices(inputs: Parameters, given: Given) -> list[MatrixAxes | None]:
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | None], list[Any]]:
+def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call | None], list[Any]]:
     """The calls that divide gradients by the roots of their averaged squares; and these."""
-    name, chosen, axes = inputs.function, given.arguments, step.matrices
-    is_torch = chosen["rule"] == "torch"
-    first = chosen["epsilon"][0]
+    name, axes = inputs.function, step.matrices
+    is_torch = chosen.rule == "torch"
+    first = chosen.epsilon[0]
     least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
     known = {x: jnp.asarray(numbers.scalar(name, "epsilon", x)) for x in dict.fromkeys(least)}
     least = [known[x] for x in least]
@@ -238,7 +277,7 @@ def _direction(inputs: Inputs, step: Step, given: Given) -> tuple[list[Call | No
         average_of_leaf([x and x[k] for x in means], _part(step.moments["vw"], field), beta)
         for k, field in enumerate(Factors._fields)
     )
-    roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen["rule"])
+    roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen.rule)
     alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
     squares = leafwise.apply(_squares, alone)
     elements, new_elements = average_of_leaf(squares, _part(step.moments["vw"], None), beta)
@@ -272,12 +311,12 @@ def _epsilon(x: Any) -> float:
     return float(jnp.finfo(x.dtype).eps) if checks.is_inexact(x) else 0.0
 
 
-def _beta2(name: str, chosen: Mapping[str, Any], step: Step) -> BetaForms:
+def _beta2(name: str, chosen: _Options, step: Step) -> BetaForms:
     """min(1 - t^-decay, cap), and the rest to 1, which is computed and not the difference."""
-    decay = numbers.scalar(name, "beta2_decay", chosen["beta2_decay"])
+    decay = numbers.scalar(name, "beta2_decay", chosen.beta2_decay)
     rest = step.as_float ** -jnp.asarray(decay, step.as_float.dtype)
-    if chosen["beta2_cap"] is not None:
-        cap = numbers.beta(name, "beta2_cap", chosen["beta2_cap"])
+    if chosen.beta2_cap is not None:
+        cap = numbers.beta(name, "beta2_cap", chosen.beta2_cap)
         rest = jnp.maximum(rest, jnp.asarray(cap.complement, rest.dtype))
     rest = numerics.once(rest)
     return BetaForms(1 - rest, rest, None)
@@ -291,25 +330,24 @@ def _as_read_in_branches(x: Any) -> Any:
     return narrow(x) if told().share is None else x
 
 
-def _factors(inputs: Inputs, u: Sequence[Call | None], given: Given) -> list[list[jax.Array]]:
+def _factors(inputs: Inputs, u: Sequence[Call | None], chosen: _Options) -> list[list[jax.Array]]:
     """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
-    name, chosen = inputs.function, given.arguments
+    name = inputs.function
     factors: list[list[jax.Array]] = [[] for _ in u]
-    where = chosen["mesh_axes"], chosen["layer_axes"]
-    axes = layer_options.layers(inputs, *where)
+    axes = layer_options.layers(inputs, chosen.mesh_axes, chosen.layer_axes)
     there = sorted((i for i, x in enumerate(u) if x is not None), key=lambda i: axes[i].sort_key)
     layers = [axes[i] for i in there]
     measured: list[list[Call]] = []
     rules_of, least = [], []
-    if chosen["clip_threshold"] is not None:
+    if chosen.clip_threshold is not None:
         measured.append([x for x in (u[i] for i in there) if x is not None])
         rules_of.append(_clip)
-        least.append(numbers.scalar(name, "clip_threshold", chosen["clip_threshold"]))
-    if chosen["scale_by_parameter"]:
+        least.append(numbers.scalar(name, "clip_threshold", chosen.clip_threshold))
+    if chosen.scale_by_parameter:
         w = inputs.require_params("the scale of the weights")
         measured.append([(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in there])
         rules_of.append(_scale)
-        least.append(numbers.scalar(name, "epsilon", chosen["epsilon"][1]))
+        least.append(numbers.scalar(name, "epsilon", chosen.epsilon[1]))
     if not (there and measured):
         return factors
     roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in there]
@@ -342,38 +380,6 @@ def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
 
 
 # ---- transformation ----------------------------------------------------------------------------
-
-
-def _check_epsilon(function: str, name: str, x: Any) -> None:
-    if not (isinstance(x, tuple | list) and len(x) == 2):
-        expected = "a pair: what is added to squares, and the smallest scale"
-        raise TypeError(f"{function}: `{name}`: {checks.describe(x)}, expected {expected}.")
-    for number in x if x[0] is not None else x[1:]:
-        numbers.scalar(function, name, number)
-
-
-def _positive_or_none(function: str, name: str, x: Any) -> None:
-    if x is not None:
-        numbers.scalars(function, name, x, positive=True)
-        numbers.scalar(function, name, x)
-
-
-_OPTIONS = Options(
-    learning_rate=Role.RATE,
-    beta2_decay=Role.SCALAR,
-    beta2_cap=checked(numbers.beta, optional=True),
-    epsilon=_check_epsilon,
-    clip_threshold=_positive_or_none,
-    momentum=checked(numbers.scalar_betas, optional=True),
-    scale_by_parameter=Role.FLAG,
-    min_side=count(),
-    rule=one_of("paper", "torch"),
-    layer_axes=MATRICES["layer_axes"],
-    output_axes=MATRICES["output_axes"],
-    mesh_axes=MATRICES["mesh_axes"],
-    **DECAY,
-    **FORM,
-)
 
 
 @explained
@@ -474,42 +480,52 @@ def adafactor(
       (2018), algorithms 4 to 6; momentum as in tensor2tensor; the cap: Zhai et al., "Scaling Vision
       Transformers" (2022), section 3.4; "torch": `torch.optim.Adafactor` of 2.5.
     """
-    name, given = "adafactor", _OPTIONS.check("adafactor", locals())
-    if epsilon[0] is None and rule != "torch":
-        expected = 'two numbers; the first may be None with `rule="torch"`'
-        raise TypeError(f"{name}: `epsilon`: {epsilon}, expected {expected}.")
+    name, buffer = "adafactor", kinds.Beta("momentum", momentum, is_optional=True)
+    chosen = _Options(
+        beta2_decay=beta2_decay,
+        beta2_cap=beta2_cap,
+        epsilon=epsilon,
+        clip_threshold=clip_threshold,
+        scale_by_parameter=scale_by_parameter,
+        min_side=min_side,
+        rule=rule,
+        output_axes=output_axes,
+        mesh_axes=mesh_axes,
+        layer_axes=layer_axes,
+    )
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    descent.check(name)
+    buffer.check(name)
+    chosen.check(name)
+    options.check_masks(name, full_precision=full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         inputs.check_buffers()
-        n = given.read(inputs, step)
-        u, vw = _direction(inputs, step, given)
-        rates = n.learning_rate
+        all_rates = descent.learning_rate.read(inputs, step)
+        decay = rules.optional(descent.weight_decay.read(inputs, step))
+        u, vw = _direction(inputs, step, chosen)
+        rates = leafwise.per_leaf(all_rates, len(u))
         if rule == "torch":
             most = step.as_float**-0.5
             rates = [x if x is None else jnp.minimum(x, most.astype(x.dtype)) for x in rates]
-        columns = zip(leafwise.run(u), _factors(inputs, u, given), rates, strict=True)
+        columns = zip(leafwise.run(u), _factors(inputs, u, chosen), rates, strict=True)
         d = leafwise.run(
             [x if x is None else (rules.scale_by, (x, *by, rate)) for x, by, rate in columns]
         )
-        decay = rules.optional(n.weight_decay)
-        descent = Descent(decay, n.learning_rate, weight_decay_rule, has_rate=True)
-        if momentum is None:
-            options.without_momentum(inputs, step)
-            return descent.updates(d, inputs.w), vw
-        beta = options.beta_per_array(inputs, step, "momentum", momentum)
+        of_update = Descent(decay, all_rates, weight_decay_rule, has_rate=True)
+        if (beta := kinds.momentum_of(buffer, inputs, step)) is None:
+            return of_update.updates(d, inputs.w), vw
         mw = step.moments["mw"]
-        updates, mw = average_of_leaf.update(inputs, d, mw, beta, descent=descent)
+        updates, mw = average_of_leaf.update(inputs, d, mw, beta, descent=of_update)
         return updates, mw, vw
 
-    has_momentum = momentum is not None
-    moments = given.moments(layer_axes=layer_axes, of_first=True)
-    shapes_of = functools.partial(_shapes, given=given, mw=has_momentum)
-    params_for = "the scale of the weights" if scale_by_parameter else None
     return transformation(
         name,
         compute,
-        shapes_of=shapes_of,
-        moments=moments,
-        params_for=params_for,
+        shapes_of=functools.partial(_shapes, chosen=chosen, mw=momentum is not None),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes, of_first=True),
+        params_for="the scale of the weights" if scale_by_parameter else None,
         state_type=AdafactorState,
     )

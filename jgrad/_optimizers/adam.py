@@ -12,13 +12,14 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf, zip_leaves
 from jgrad._arithmetic.numerics import BetaForms, scaled
-from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options, one_of
+from jgrad._inputs import functional, kinds
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import Compute, OptState, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
+from jgrad._trees import checks
 from jgrad._trees.annotations import (
     DecayRule,
     Gradient,
@@ -107,16 +108,38 @@ class Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-# For updates, transformations, and methods built on Adam.
-NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "epsilon": Role.NUMBER}
-BIAS_CORRECTION = one_of("step_size", "moments", None)
+class AdamOptions(NamedTuple):
+    """What a user chose of Adam's direction."""
+
+    beta1: kinds.Beta
+    beta2: kinds.Beta
+    epsilon: kinds.Number
+    bias_correction: BiasCorrection
+
+    def check(self, function: str) -> None:
+        """What a factory can."""
+        for option in (self.beta1, self.beta2, self.epsilon):
+            option.check(function)
+        check_correction(function, self.bias_correction)
+
+    def read(self, inputs: Inputs, step: Step) -> Numbers:
+        """The numbers of one update."""
+        beta1, beta2 = self.beta1.read(inputs, step), self.beta2.read(inputs, step)
+        epsilon = self.epsilon.read(inputs, step)
+        return numbers_of(beta1, beta2, epsilon, self.bias_correction, step.as_float)
+
+
+def check_correction(function: str, bias_correction: BiasCorrection) -> None:
+    """One of those that `corrections` has."""
+    allowed = ("step_size", "moments", None)
+    checks.one_of(function, "bias_correction", bias_correction, allowed)
 
 
 def numbers_of(
-    beta1: Any, beta2: Any, epsilon: PerLeaf, bias_correction: BiasCorrection, step: PerLeaf
+    beta1: BetaForms, beta2: BetaForms, epsilon: PerLeaf, correction: BiasCorrection, step: PerLeaf
 ) -> Numbers:
     """With both corrections computed, once for all leaves that share their numbers."""
-    correct = functools.partial(corrections, bias_correction=bias_correction)
+    correct = functools.partial(corrections, bias_correction=correction)
     args = (step, beta1.log, beta2.log, epsilon)
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
@@ -149,8 +172,10 @@ def adam_of_leaf(g: jax.Array, mw: Moments, vw: Moments, n: Numbers) -> tuple[ja
     dcdw=Role.GRADIENT,
     mw=Role.FIRST_MOMENT,
     vw=Role.SECOND_MOMENT,
-    step=Role.NUMBER,
-    **NUMBERS,
+    step=kinds.Number,
+    beta1=kinds.Beta,
+    beta2=kinds.Beta,
+    epsilon=kinds.Number,
 )
 def adam_step(
     dcdw: Gradient,
@@ -210,7 +235,7 @@ def adam_step(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    BIAS_CORRECTION("adam_step", "bias_correction", bias_correction)
+    check_correction("adam_step", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(cast(PyTree, dcdw), mw, vw, n)
     return functional.returned([x and x[0] for x in directions], *moments)
@@ -223,8 +248,10 @@ def adam_step(
     mw_tm1=Role.FIRST_MOMENT,
     vw_tm1=Role.SECOND_MOMENT,
     lr=Role.RATE,
-    step=Role.NUMBER,
-    **NUMBERS,
+    step=kinds.Number,
+    beta1=kinds.Beta,
+    beta2=kinds.Beta,
+    epsilon=kinds.Number,
 )
 def adam_update(
     w: Weights,
@@ -277,7 +304,7 @@ def adam_update(
 
     Source: Kingma and Ba, "Adam: A Method for Stochastic Optimization" (2015), section 2.
     """
-    BIAS_CORRECTION("adam_update", "bias_correction", bias_correction)
+    check_correction("adam_update", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(dcdw, mw_tm1, vw_tm1, n)
     new = apply(rules.descent, [x and x[0] for x in directions], lr)
@@ -287,18 +314,23 @@ def adam_update(
 # ---- transformations ---------------------------------------------------------------------------
 
 
-def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
-        n, correction = given.read(inputs, step), given.arguments["bias_correction"]
-        numbers = numbers_of(n.beta1, n.beta2, n.epsilon, correction, step.as_float)
-        mw, vw = step.moments["mw"], step.moments["vw"]
-        return adam_of_leaf.update(inputs, inputs.g, mw, vw, numbers, descent=n.descent)
+def _adam(
+    name: str,
+    options: AdamOptions,
+    moments: MomentOptions,
+    descent: kinds.DescentOptions | None = None,
+) -> Transformation[OptState]:
+    if descent is not None:
+        descent.check(name)
+    options.check(name)
+    check_masks(name, full_precision=moments.full_precision)
 
-    return compute
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
+        n, mw, vw = options.read(inputs, step), step.moments["mw"], step.moments["vw"]
+        of_update = None if descent is None else descent.read(inputs, step)
+        return adam_of_leaf.update(inputs, inputs.g, mw, vw, n, descent=of_update)
 
-
-_DIRECTION = Options(**NUMBERS, bias_correction=BIAS_CORRECTION, **SHARDED, **FORM)
-_OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
+    return transformation(name, compute, has=("mw", "vw"), moments=moments)
 
 
 @explained
@@ -382,8 +414,17 @@ def adam(
       schedule multiplies both terms but the learning rate only the first; Chen et al., "Cautious
       Weight Decay" (2025), algorithm 1, where weights also decay if delta is 0.
     """
-    given = _OPTIONS.check("adam", locals())
-    return transformation("adam", _compute(given), has=("mw", "vw"), moments=given.moments())
+    options = AdamOptions(
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        epsilon=kinds.Number("epsilon", epsilon),
+        bias_correction=bias_correction,
+    )
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _adam("adam", options, moments, descent)
 
 
 @explained
@@ -436,7 +477,11 @@ def scale_by_adam(
 
     Source: as `adam`.
     """
-    given = _DIRECTION.check("scale_by_adam", locals())
-
-    moments = given.moments()
-    return transformation("scale_by_adam", _compute(given), has=("mw", "vw"), moments=moments)
+    options = AdamOptions(
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        epsilon=kinds.Number("epsilon", epsilon),
+        bias_correction=bias_correction,
+    )
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _adam("scale_by_adam", options, moments)

@@ -11,13 +11,13 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, apply, on_leaf
 from jgrad._arithmetic.numerics import BetaForms, scaled
-from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options
+from jgrad._inputs import functional, kinds
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import Compute, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
 from jgrad._trees.annotations import (
     DecayRule,
@@ -160,7 +160,9 @@ class _Numbers(NamedTuple):
     ahead: PerLeaf
 
 
-def _numbers_of(beta1: Any, beta2: Any, beta3: Any, epsilon: PerLeaf, step: PerLeaf) -> _Numbers:
+def _numbers_of(
+    beta1: BetaForms, beta2: BetaForms, beta3: BetaForms, epsilon: PerLeaf, step: PerLeaf
+) -> _Numbers:
     of_adam = adam.numbers_of(beta1, beta3, epsilon, "moments", step)
     args = step, beta1.log, beta2.log, beta2.value
     if list not in map(type, args):
@@ -185,7 +187,12 @@ def adan_of_leaf(
 
 # ---- functional update -------------------------------------------------------------------------
 
-_NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "beta3": Role.BETA, "epsilon": Role.NUMBER}
+
+class _Options(NamedTuple):
+    beta1: kinds.Beta
+    beta2: kinds.Beta
+    beta3: kinds.Beta
+    epsilon: kinds.Number
 
 
 @functional.update(
@@ -203,8 +210,11 @@ _NUMBERS = {"beta1": Role.BETA, "beta2": Role.BETA, "beta3": Role.BETA, "epsilon
     dw_tm1=Role.FIRST_MOMENT,
     gw_tm1=Role.FIRST_MOMENT,
     lr=Role.RATE,
-    step=Role.NUMBER,
-    **_NUMBERS,
+    step=kinds.Number,
+    beta1=kinds.Beta,
+    beta2=kinds.Beta,
+    beta3=kinds.Beta,
+    epsilon=kinds.Number,
 )
 def adan_update(
     w: Weights,
@@ -278,19 +288,31 @@ def adan_update(
 # ---- transformations ---------------------------------------------------------------------------
 
 
-def _compute(given: Given) -> Compute:
+def _adan(
+    name: str,
+    options: _Options,
+    moments: MomentOptions,
+    descent: kinds.DescentOptions | None = None,
+) -> Transformation[AdanState]:
+    if descent is not None:
+        descent.check(name)
+    for option in options:
+        option.check(name)
+    check_masks(name, full_precision=moments.full_precision)
+
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        n = given.read(inputs, step)
-        numbers = _numbers_of(n.beta1, n.beta2, n.beta3, n.epsilon, step.as_float)
-        return adan_of_leaf.update(
-            inputs, inputs.g, *step.moments.values(), numbers, descent=n.descent
+        numbers = _numbers_of(
+            options.beta1.read(inputs, step),
+            options.beta2.read(inputs, step),
+            options.beta3.read(inputs, step),
+            options.epsilon.read(inputs, step),
+            step.as_float,
         )
+        of_update = None if descent is None else descent.read(inputs, step)
+        old = step.moments.values()
+        return adan_of_leaf.update(inputs, inputs.g, *old, numbers, descent=of_update)
 
-    return compute
-
-
-_DIRECTION = Options(**_NUMBERS, **SHARDED, **FORM)
-_OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
+    return transformation(name, compute, has=_MOMENTS, moments=moments, state_type=AdanState)
 
 
 @explained
@@ -380,11 +402,17 @@ def adan(
       Models" (2022, arXiv 2208.06677), algorithm 1; bias corrections and the first step follow
       `adan.py` of sail-sg/Adan.
     """
-    given = _OPTIONS.check("adan", locals())
-    moments = given.moments()
-    return transformation(
-        "adan", _compute(given), has=_MOMENTS, moments=moments, state_type=AdanState
+    options = _Options(
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        beta3=kinds.Beta("beta3", beta3),
+        epsilon=kinds.Number("epsilon", epsilon),
     )
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _adan("adan", options, moments, descent)
 
 
 @explained
@@ -435,8 +463,11 @@ def scale_by_adan(
 
     Source: as `adan`.
     """
-    given = _DIRECTION.check("scale_by_adan", locals())
-    moments = given.moments()
-    return transformation(
-        "scale_by_adan", _compute(given), has=_MOMENTS, moments=moments, state_type=AdanState
+    options = _Options(
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        beta3=kinds.Beta("beta3", beta3),
+        epsilon=kinds.Number("epsilon", epsilon),
     )
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _adan("scale_by_adan", options, moments)

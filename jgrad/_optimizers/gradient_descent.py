@@ -9,13 +9,14 @@ import jax
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply, on_leaf
-from jgrad._inputs import functional
-from jgrad._inputs.factory import COUPLED_DECAY, FORM, SHARDED, Options
+from jgrad._inputs import functional, kinds
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import OptState, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
+from jgrad._trees import checks
 from jgrad._trees.annotations import (
     CoupledDecayRule,
     LearningRate,
@@ -123,16 +124,6 @@ def gradient_descent_update(
     return functional.returned(apply(rules.descent, dcdw, lr))
 
 
-_OPTIONS = Options(
-    learning_rate=Role.RATE,
-    **COUPLED_DECAY,
-    nesterov=Role.FLAG,
-    momentum=Role.MOMENTUM,
-    **SHARDED,
-    **FORM,
-)
-
-
 @explained
 def gradient_descent(
     learning_rate: LearningRate,
@@ -204,19 +195,28 @@ def gradient_descent(
       in deep learning" (2013), section 2; Loshchilov and Hutter, "Decoupled Weight Decay
       Regularization" (2019); Chen et al., "Cautious Weight Decay" (2025), algorithm 1.
     """
-    given = _OPTIONS.check("gradient_descent", locals())
+    name, buffer = "gradient_descent", kinds.Beta("momentum", momentum, is_optional=True)
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    descent.check(name, kinds.COUPLED_DECAY_RULES)
+    checks.boolean(name, "nesterov", nesterov)
+    buffer.check(name)
+    check_masks(name, full_precision=full_precision)
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        n = given.read(inputs, step)
-        inside = rules.optional(n.weight_decay) if coupled else None
-        descent = n.descent._replace(decay=None) if coupled else n.descent
+        of_update, inside = descent.read(inputs, step), None
+        if coupled:
+            of_update, inside = of_update._replace(decay=None), of_update.decay
+        beta = kinds.momentum_of(buffer, inputs, step)
         return _direction_of_leaf.update(
             inputs,
-            *(inputs.g, step.moments.get("mw"), n.momentum, inputs.w, inside),
-            descent=descent,
+            *(inputs.g, step.moments.get("mw"), beta and beta.value, inputs.w, inside),
+            descent=of_update,
             nesterov=nesterov,
         )
 
     has = () if momentum is None else ("mw",)
-    return transformation("gradient_descent", compute, has=has, moments=given.moments())
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return transformation(name, compute, has=has, moments=moments)

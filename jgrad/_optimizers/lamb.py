@@ -12,13 +12,12 @@ import optax
 from jgrad._arithmetic import leafwise, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Call, PerLeaf, on_leaf, zip_leaves
-from jgrad._inputs import functional, layer_options, numbers, options
-from jgrad._inputs.factory import DECAY, FORM, Options, one_of
+from jgrad._inputs import functional, kinds, layer_options, numbers, options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, kernels_of, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
-from jgrad._inputs.transformation import OptState, pair, transformation
+from jgrad._inputs.transformation import MomentOptions, OptState, pair, transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -170,13 +169,13 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     mw_tm1=Role.FIRST_MOMENT,
     vw_tm1=Role.SECOND_MOMENT,
     lr=Role.RATE,
-    step=Role.NUMBER,
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    epsilon=Role.NUMBER,
-    min_trust_ratio=Role.NUMBER,
-    max_trust_ratio=Role.NUMBER,
-    decay_lambda=Role.OPTIONAL_NUMBER,
+    step=kinds.Number,
+    beta1=kinds.Beta,
+    beta2=kinds.Beta,
+    epsilon=kinds.Number,
+    min_trust_ratio=kinds.Number,
+    max_trust_ratio=kinds.Number,
+    decay_lambda=kinds.OptionalNumber,
 )
 def lamb_update(
     w: Weights,
@@ -250,7 +249,7 @@ def lamb_update(
       (2020), algorithm 2, where phi clips the ratio.
     """
     name = "lamb_update"
-    adam.BIAS_CORRECTION(name, "bias_correction", bias_correction)
+    adam.check_correction(name, bias_correction)
     lamb = Lamb(
         adam=adam.numbers_of(beta1, beta2, epsilon, bias_correction, step),
         learning_rate=lr,
@@ -263,19 +262,6 @@ def lamb_update(
 
 
 # ---- transformations ---------------------------------------------------------------------------
-
-_OPTIONS = Options(
-    learning_rate=Role.RATE,
-    **DECAY,
-    **adam.NUMBERS,
-    bias_correction=adam.BIAS_CORRECTION,
-    rule=one_of(*_RULES),
-    **layer_options.AXES,
-    min_trust_ratio=None,
-    max_trust_ratio=None,
-    trust_ratio_mask=Role.MASK,
-    **FORM,
-)
 
 
 @explained
@@ -370,18 +356,32 @@ def lamb(
     Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
       (2020), algorithm 2, where phi clips the ratio.
     """
-    given = _OPTIONS.check("lamb", locals())
-    layer_options.check_decay_of_ivy("lamb", rule, weight_decay_rule, "decoupled")
-    layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio)
+    name, clamps = "lamb", (min_trust_ratio, max_trust_ratio)
+    of_adam = adam.AdamOptions(
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        epsilon=kinds.Number("epsilon", epsilon),
+        bias_correction=bias_correction,
+    )
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    descent.check(name)
+    of_adam.check(name)
+    checks.one_of(name, "rule", rule, _RULES)
+    layer_options.check_axes(name, mesh_axes, layer_axes)
+    options.check_masks(name, trust_ratio_mask=trust_ratio_mask, full_precision=full_precision)
+    layer_options.check_decay_of_ivy(name, rule, weight_decay_rule, "decoupled")
+    layer_options.clamps(name, *clamps)
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         w = inputs.require_params("the trust ratio")
-        n = given.read(inputs, step)
+        of_update = descent.read(inputs, step)
         numbers_of_lamb = Lamb(
-            adam.numbers_of(n.beta1, n.beta2, n.epsilon, bias_correction, step.as_float),
-            n.learning_rate,
-            n.descent.decay,
-            *layer_options.clamps("lamb", min_trust_ratio, max_trust_ratio),
+            of_adam.read(inputs, step),
+            of_update.rate,
+            of_update.decay,
+            *layer_options.clamps(name, *clamps),
         )
         layers = layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)
         moments = step.moments["mw"], step.moments["vw"]
@@ -389,10 +389,10 @@ def lamb(
         return _updates(*columns, rule=rule, decay_rule=weight_decay_rule)
 
     return transformation(
-        "lamb",
+        name,
         compute,
         has=("mw", "vw"),
-        moments=given.moments(layer_axes=layer_axes),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes),
         params_for="the trust ratio",
     )
 

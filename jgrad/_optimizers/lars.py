@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import Function, PerLeaf, on_leaf, zip_leaves
-from jgrad._inputs import functional, layer_options, numbers
+from jgrad._inputs import functional, kinds, layer_options, numbers, options
 from jgrad._inputs.around import run_and_say
-from jgrad._inputs.factory import COUPLED_DECAY, FORM, Options
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import OptState, transformation
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -159,9 +158,9 @@ def _read(arguments: dict[str, Any]) -> dict[str, Any]:
     w=Role.WEIGHTS,
     dcdw=Role.GRADIENT,
     lr=Role.RATE,
-    trust_coefficient=Role.NUMBER,
-    epsilon=Role.NUMBER,
-    decay_lambda=Role.OPTIONAL_NUMBER,
+    trust_coefficient=kinds.Number,
+    epsilon=kinds.Number,
+    decay_lambda=kinds.OptionalNumber,
 )
 def lars_update(
     w: Weights,
@@ -225,20 +224,6 @@ def lars_update(
 
 
 # ---- transformation ----------------------------------------------------------------------------
-
-_OPTIONS = Options(
-    learning_rate=Role.RATE,
-    epsilon=Role.NUMBER,
-    **COUPLED_DECAY,
-    nesterov=Role.FLAG,
-    momentum=Role.MOMENTUM,
-    rate_in_momentum=Role.FLAG,
-    rule=None,
-    **layer_options.AXES,
-    trust_coefficient=Role.SCALAR,
-    trust_ratio_mask=Role.MASK,
-    **FORM,
-)
 
 
 @explained
@@ -333,39 +318,54 @@ def lars(
     Source: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks" (2017),
       algorithm 1, which, like MLPerf's reference, has the learning rate inside the momentum.
     """
-    given = _OPTIONS.check("lars", locals())
-    _check_rule("lars", rule, epsilon)
-    layer_options.check_decay_of_ivy("lars", rule, weight_decay_rule, "coupled")
+    name, added = "lars", kinds.Number("epsilon", epsilon)
+    buffer = kinds.Beta("momentum", momentum, is_optional=True)
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    descent.check(name, kinds.COUPLED_DECAY_RULES)
+    added.check(name)
+    checks.boolean(name, "nesterov", nesterov)
+    buffer.check(name)
+    checks.boolean(name, "rate_in_momentum", rate_in_momentum)
+    layer_options.check_axes(name, mesh_axes, layer_axes)
+    numbers.scalar(name, "trust_coefficient", trust_coefficient)
+    options.check_masks(name, trust_ratio_mask=trust_ratio_mask, full_precision=full_precision)
+    _check_rule(name, rule, epsilon)
+    layer_options.check_decay_of_ivy(name, rule, weight_decay_rule, "coupled")
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         w = inputs.require_params("the trust ratio")
-        n = given.read(inputs, step)
-        in_gradient, outside = (n.weight_decay, 0.0) if coupled else (0.0, n.weight_decay)
+        rate = descent.learning_rate.read(inputs, step)
+        decay = descent.weight_decay.read(inputs, step)
+        in_gradient, outside = (decay, 0.0) if coupled else (0.0, decay)
+        beta = kinds.momentum_of(buffer, inputs, step)
+        eta = numbers.scalar(name, "trust_coefficient", trust_coefficient)
         has_rate = coupled if momentum is None else rate_in_momentum
         direction = _scaled(
             w,
             inputs.g,
-            Lars(n.trust_coefficient, in_gradient, n.epsilon),
+            Lars(eta, in_gradient, added.read(inputs, step)),
             layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes),
             rule=rule,
-            rates=(n.learning_rate,) if has_rate else (),
+            rates=(rate,) if has_rate else (),
             scale=rules.descent if coupled and momentum is None else rules.scale_by,
         )
         if momentum is None and coupled:
             return (direction,)
-        decay = rules.optional(outside, "" if has_rate else weight_decay_rule)
+        left = rules.optional(outside, "" if has_rate else weight_decay_rule)
         return _momentum_of_leaf.update(
             inputs,
-            *(direction, step.moments.get("mw"), n.momentum),
-            descent=Descent(decay, n.learning_rate, weight_decay_rule, has_rate),
+            *(direction, step.moments.get("mw"), beta and beta.value),
+            descent=Descent(left, rate, weight_decay_rule, has_rate),
             nesterov=nesterov,
         )
 
     return transformation(
-        "lars",
+        name,
         compute,
         has=() if momentum is None else ("mw",),
-        moments=given.moments(layer_axes=layer_axes),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes),
         params_for="the trust ratio",
     )

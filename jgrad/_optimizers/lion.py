@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -10,13 +10,13 @@ from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import functional
-from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options
+from jgrad._inputs import functional, kinds
 from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import Compute, OptState, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
@@ -29,8 +29,6 @@ from jgrad._trees.annotations import (
 )
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree
-
-_BETAS = {"beta1": Role.BETA, "beta2": Role.BETA}
 
 
 @of_one_leaf
@@ -47,7 +45,8 @@ def lion_of_leaf(g: jax.Array, mw: Moments, beta1: BetaForms, beta2: BetaForms) 
     dcdw=Role.GRADIENT,
     mw_tm1=Role.FIRST_MOMENT,
     lr=Role.RATE,
-    **_BETAS,
+    beta1=kinds.Beta,
+    beta2=kinds.Beta,
 )
 def lion_update(
     w: Weights,
@@ -95,17 +94,30 @@ def lion_update(
     return functional.returned(apply(rules.descent, direction, lr), mw)
 
 
-def _compute(given: Given) -> Compute:
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any]]:
-        n = given.read(inputs, step)
-        args = inputs.g, step.moments["mw"], n.beta1, n.beta2
-        return lion_of_leaf.update(inputs, *args, descent=n.descent)
-
-    return compute
+class _Options(NamedTuple):
+    beta1: kinds.Beta
+    beta2: kinds.Beta
 
 
-_DIRECTION = Options(**_BETAS, **SHARDED, **FORM)
-_OPTIONS = Options(learning_rate=Role.RATE, **DECAY, **_DIRECTION.kinds)
+def _lion(
+    name: str,
+    options: _Options,
+    moments: MomentOptions,
+    descent: kinds.DescentOptions | None = None,
+) -> Transformation[OptState]:
+    if descent is not None:
+        descent.check(name)
+    options.beta1.check(name)
+    options.beta2.check(name)
+    check_masks(name, full_precision=moments.full_precision)
+
+    def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
+        betas = options.beta1.read(inputs, step), options.beta2.read(inputs, step)
+        of_update = None if descent is None else descent.read(inputs, step)
+        args = inputs.g, step.moments["mw"], *betas
+        return lion_of_leaf.update(inputs, *args, descent=of_update)
+
+    return transformation(name, compute, has=("mw",), moments=moments)
 
 
 @explained
@@ -179,8 +191,12 @@ def lion(
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2. The
       sign of a complex number is x / |x|.
     """
-    given = _OPTIONS.check("lion", locals())
-    return transformation("lion", _compute(given), has=("mw",), moments=given.moments())
+    options = _Options(beta1=kinds.Beta("beta1", beta1), beta2=kinds.Beta("beta2", beta2))
+    descent = kinds.DescentOptions.of(
+        learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+    )
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _lion("lion", options, moments, descent)
 
 
 @explained
@@ -227,6 +243,6 @@ def scale_by_lion(
 
     Source: as `lion`.
     """
-    given = _DIRECTION.check("scale_by_lion", locals())
-    moments = given.moments()
-    return transformation("scale_by_lion", _compute(given), has=("mw",), moments=moments)
+    options = _Options(beta1=kinds.Beta("beta1", beta1), beta2=kinds.Beta("beta2", beta2))
+    moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
+    return _lion("scale_by_lion", options, moments)

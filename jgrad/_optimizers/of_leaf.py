@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise, leafwise, numerics
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs.factory import DECAY, FORM, SHARDED, Given, Options
-from jgrad._inputs.functional import Role
+from jgrad._inputs import kinds
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import Compute, OptState, transformation
+from jgrad._inputs.options import check_masks
+from jgrad._inputs.transformation import Compute, MomentOptions, OptState, transformation
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
@@ -27,10 +27,21 @@ from jgrad._trees.protocols import PyTree
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
 _STEP = "step"  # not an option
-_SHARED: dict[str, Any] = {**DECAY, **SHARDED, **FORM}  # options, as `lion` has them
+# Options, as `lion` has them.
+_DECAY = ("weight_decay", "weight_decay_mask", "weight_decay_rule")
+_FORM = {"dtype": "moment_dtype", "full_precision": "full_precision", "mesh_axes": "mesh_axes"}
 
 # Names of other options, and of what `update` knows.
-_TAKEN = (*_SHARED, "learning_rate", "descent", "emit", "finite", "weight", "loss")
+_TAKEN: tuple[str, ...] = (
+    *_DECAY,
+    *_FORM.values(),
+    "learning_rate",
+    "descent",
+    "emit",
+    "finite",
+    "weight",
+    "loss",
+)
 _TAKEN += ("updates", "state", "params", "self")
 _TAKEN += ("function", "read", "value", "grad", "value_fn")  # the last three are optax's
 
@@ -135,9 +146,8 @@ def optimizer_of_leaf(
         return direction
 
     method = LeafFunction(of_leaf, no_kernel)
-    kinds = {x: Role.BETA if is_beta[x] else Role.NUMBER for x in own if x != _STEP}
-    options = Options(learning_rate=Role.RATE, **kinds, **_SHARED)
-    signature = _signature(function, kinds)
+    options = [x for x in own if x != _STEP]
+    signature = _signature(function, options)
 
     def factory(*args: Any, **kwargs: Any) -> Transformation:
         try:
@@ -149,13 +159,16 @@ def optimizer_of_leaf(
             raise TypeError(
                 f"{name}: `{missing[0]}`: missing, expected a value: it has no default."
             )
-        given = options.check(name, bound.arguments)
-        if not moments and (dtype := bound.arguments["moment_dtype"]) is not None:
-            refuse_without_effect(name, "moment_dtype", dtype, None, "without a moment")
-        first = tuple(_at_first(bound.arguments.get(x, 1.0), is_beta[x]) for x in own)
+        given = bound.arguments
+        descent = kinds.DescentOptions.of(given["learning_rate"], *[given[x] for x in _DECAY])
+        numbers = {x: (kinds.Beta if is_beta[x] else kinds.Number)(x, given[x]) for x in options}
+        form = MomentOptions(**{field: given[x] for field, x in _FORM.items()})
+        _check(name, descent, numbers.values(), form)
+        if not moments and form.dtype is not None:
+            refuse_without_effect(name, "moment_dtype", form.dtype, None, "without a moment")
+        first = tuple(_at_first(given.get(x, 1.0), is_beta[x]) for x in own)
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
-        form = given.moments()
-        compute = _compute(given, method, moments, own)
+        compute = _compute(descent, numbers, method, moments, own)
         return transformation(name, compute, has=moments, moments=form)
 
     functools.update_wrapper(factory, function)
@@ -163,15 +176,32 @@ def optimizer_of_leaf(
     return explained(factory)
 
 
+def _check(
+    name: str,
+    descent: kinds.DescentOptions,
+    numbers: Iterable[kinds.Beta | kinds.Number],
+    moments: MomentOptions,
+) -> None:
+    descent.check(name)
+    for number in numbers:
+        number.check(name)
+    check_masks(name, full_precision=moments.full_precision)
+
+
 def _compute(
-    given: Given, method: LeafFunction, moments: tuple[str, ...], own: tuple[str, ...]
+    descent: kinds.DescentOptions,
+    options: Mapping[str, kinds.Beta | kinds.Number],
+    method: LeafFunction,
+    moments: tuple[str, ...],
+    own: tuple[str, ...],
 ) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        n = given.read(inputs, step)
-        known = {**vars(n), _STEP: step.as_float}
+        of_update = descent.read(inputs, step)
+        known = {name: x.read(inputs, step) for name, x in options.items()}
+        known[_STEP] = step.as_float
         numbers = tuple(_number(known[x], step) for x in own)
         olds = map(step.moments.__getitem__, moments)
-        return method.update(inputs, inputs.g, *olds, numbers, descent=n.descent)
+        return method.update(inputs, inputs.g, *olds, numbers, descent=of_update)
 
     return compute
 
@@ -221,6 +251,6 @@ def _read(function: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 def _signature(function: Callable[..., Any], numbers: Iterable[str]) -> inspect.Signature:
     """That of its factory: the learning rate, its numbers, and what all optimizers have."""
     own, others = (inspect.signature(x).parameters for x in (function, lion))
-    shared = [x for name, x in others.items() if name in _SHARED]
+    shared = [x for name, x in others.items() if name in (*_DECAY, *_FORM.values())]
     parameters = [others["learning_rate"], *(own[x] for x in numbers), *shared]
     return inspect.Signature(parameters, return_annotation=Transformation)

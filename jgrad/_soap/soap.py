@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,22 +12,20 @@ import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leaf_moment import Moments
-from jgrad._arithmetic.leafwise import on_leaf
+from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import numbers, options
-from jgrad._inputs.factory import FORM, Given, Options, checked, count, one_of
-from jgrad._inputs.functional import Role
+from jgrad._inputs import kinds, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
-from jgrad._inputs.matrix_options import LAST, MATRICES, SHARD_OVER
+from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.transformation import MoreFields, transformation
+from jgrad._inputs.transformation import MomentOptions, MoreFields, transformation
 from jgrad._muon.directions import either
-from jgrad._muon.muon import check_decays, check_matrices, descent_of, matrices_of
+from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
-from jgrad._trees import trees
+from jgrad._trees import checks, trees
 from jgrad._trees.annotations import (
     ArrayAxes,
     Count,
@@ -44,32 +42,41 @@ from jgrad._trees.protocols import Leaf, PyTree
 FirstStep = Literal["skip", "adam"]
 
 _NAME = "soap"
-_OPTIONAL_BETA = checked(numbers.scalar_betas, optional=True)
-_OPTIONS = Options(
-    matrices=Role.MASK,
-    first_step=one_of("skip", "adam"),
-    learning_rate=checked(numbers.number),
-    beta1=Role.BETA,
-    beta2=Role.BETA,
-    shampoo_beta=Role.BETA,
-    every=count(),
-    epsilon=Role.NUMBER,
-    max_side=count(0),
-    **MATRICES,
-    adam_learning_rate=checked(numbers.number, optional=True),
-    adam_beta1=_OPTIONAL_BETA,
-    adam_beta2=_OPTIONAL_BETA,
-    adam_epsilon=checked(numbers.scalars, optional=True),
-    weight_decay_mask=Role.MASK,
-    **dict.fromkeys(("weight_decay", "adam_weight_decay", "weight_decay_rule")),
-    shard_over=SHARD_OVER,
-    **FORM,
-)
 
 
-def _shapes(inputs: Parameters, given: Given) -> Shapes:
+class _Options(NamedTuple):
+    """What a user chose; Adam's numbers are those of the matrices where they are None."""
+
+    matrices: MatrixOptions
+    beta1: kinds.Beta
+    beta2: kinds.Beta
+    shampoo_beta: kinds.Beta
+    every: Count
+    epsilon: kinds.Number
+    max_side: Count
+    descents: MatrixDescent
+    first_step: FirstStep
+    shard_over: tuple[str, ...]
+    adam_beta1: kinds.Beta
+    adam_beta2: kinds.Beta
+    adam_epsilon: kinds.Number
+
+    def check(self) -> None:
+        """What a factory can."""
+        checks.one_of(_NAME, "first_step", self.first_step, ("skip", "adam"))
+        for beta in (self.beta1, self.beta2, self.shampoo_beta, self.adam_beta1, self.adam_beta2):
+            beta.check(_NAME)
+        self.epsilon.check(_NAME)
+        self.adam_epsilon.check(_NAME)
+        options.check_count(_NAME, "every", self.every)
+        options.check_count(_NAME, "max_side", self.max_side, 0)
+        self.descents.check(_NAME)
+        self.matrices.check(_NAME)
+
+
+def _shapes(inputs: Parameters, soap: _Options) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
-    return Shapes({"mw": inputs.tree, "vw": inputs.tree}, matrices_of(inputs, given))
+    return Shapes({"mw": inputs.tree, "vw": inputs.tree}, soap.matrices.find(inputs))
 
 
 def _factors(max_side: Count) -> MoreFields:
@@ -149,7 +156,14 @@ class _New(NamedTuple):
     factors: Sequence[OfLeaf | None]
 
 
-def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: Any) -> _New:
+class _Numbers(NamedTuple):
+    beta1: BetaForms
+    beta2: BetaForms
+    shampoo: BetaForms
+    epsilon: PerLeaf
+
+
+def _of_matrices(inputs: Inputs, step: Step, soap: _Options, axes: list[Any], n: _Numbers) -> _New:
     """The step in the bases as they are; behind it new averages, and sometimes new bases."""
     old = Matrices(axes, _per_array(inputs, step.more))
     sizes = [of and math.prod(of.whole.shape) for of in axes]
@@ -174,7 +188,7 @@ def _of_matrices(inputs: Inputs, step: Step, soap: Given, axes: list[Any], n: An
     if soap.first_step == "adam":
         direction = leafwise.apply(_adam_at_first, direction, g, is_first, n.epsilon)
 
-    new = old.averaged(g, n.shampoo_beta.value, n.shampoo_beta.complement)
+    new = old.averaged(g, n.shampoo.value, n.shampoo.complement)
     what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
     what = jnp.where(is_first, bases.BEGIN, what)
     is_updated = [x is not None for x in g]
@@ -201,24 +215,28 @@ def _per_array(inputs: Inputs, entries: Sequence[Leaf]) -> list[Leaf]:
     return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
-def _of_adam(soap: Given, inputs: Inputs, step: Step, n: Any) -> adam_of.Numbers:
+def _of_adam(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
-
-    def number(name: str, read: Callable[..., Leaf]) -> Leaf:
-        own = getattr(soap, f"adam_{name}")
-        if own is None and step.numbers.get(f"adam_{name}") is None:
-            return getattr(n, name)
-        return read(inputs, step, f"adam_{name}", own)
-
-    beta1, beta2 = (number(name, options.beta_per_array) for name in ("beta1", "beta2"))
-    epsilon = number("epsilon", options.number_per_array)
-    return adam_of.numbers_of(beta1, beta2, epsilon, "moments", step.as_float)
+    first, second, added = soap.adam_beta1, soap.adam_beta2, soap.adam_epsilon
+    return adam_of.numbers_of(
+        first.read(inputs, step) if first.is_given(step) else n.beta1,
+        second.read(inputs, step) if second.is_given(step) else n.beta2,
+        added.read(inputs, step) if added.is_given(step) else n.epsilon,
+        "moments",
+        step.as_float,
+    )
 
 
-def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
+def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes, n = _per_array(inputs, step.matrices), soap.read(inputs, step)
+    axes = _per_array(inputs, step.matrices)
+    n = _Numbers(
+        beta1=soap.beta1.read(inputs, step),
+        beta2=soap.beta2.read(inputs, step),
+        shampoo=soap.shampoo_beta.read(inputs, step),
+        epsilon=soap.epsilon.read(inputs, step),
+    )
     new = _of_matrices(inputs, step, soap, axes, n)
     g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
     first, second = step.moments["mw"], step.moments["vw"]
@@ -226,8 +244,9 @@ def _update(inputs: Inputs, step: Step, soap: Given) -> tuple[Any, ...]:
     others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
     direction = either(new.direction, others)
 
-    signs = either(new.direction, like) if soap.weight_decay_rule == "cautious" else None
-    updates = descent_of(inputs, step, soap).updates(direction, inputs.w, signs)
+    descent = soap.descents.read(inputs, step)
+    signs = either(new.direction, like) if descent.rule == "cautious" else None
+    updates = descent.updates(direction, inputs.w, signs)
     if soap.first_step == "skip":
         pairs = zip(new.direction, updates, strict=True)
         of_matrices = [None if x is None else u for x, u in pairs]
@@ -365,14 +384,34 @@ def soap(
       and 4; the first step, the order of columns and the bias corrections follow `soap.py` of
       nikhilvyas/SOAP.
     """
-    given = _OPTIONS.check(_NAME, locals())
-    check_matrices(_NAME, given.matrices)
-    check_decays(_NAME, given)
+    chosen = _Options(
+        matrices=MatrixOptions(matrices, output_axes, split, layer_axes, mesh_axes),
+        beta1=kinds.Beta("beta1", beta1),
+        beta2=kinds.Beta("beta2", beta2),
+        shampoo_beta=kinds.Beta("shampoo_beta", shampoo_beta),
+        every=every,
+        epsilon=kinds.Number("epsilon", epsilon),
+        max_side=max_side,
+        descents=MatrixDescent.of(
+            kinds.DescentOptions.of(
+                learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
+            ),
+            adam_learning_rate,
+            adam_weight_decay,
+        ),
+        first_step=first_step,
+        shard_over=read_shard_over(_NAME, shard_over),
+        adam_beta1=kinds.Beta("adam_beta1", adam_beta1, is_optional=True),
+        adam_beta2=kinds.Beta("adam_beta2", adam_beta2, is_optional=True),
+        adam_epsilon=kinds.Number("adam_epsilon", adam_epsilon, is_optional=True),
+    )
+    chosen.check()
+    options.check_masks(_NAME, full_precision=full_precision)
     return transformation(
         _NAME,
-        functools.partial(_update, soap=given),
-        shapes_of=functools.partial(_shapes, given=given),
-        moments=given.moments(layer_axes=layer_axes),
+        functools.partial(_update, soap=chosen),
+        shapes_of=functools.partial(_shapes, soap=chosen),
+        moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes),
         more=_factors(max_side),
         state_type=SoapState,
     )

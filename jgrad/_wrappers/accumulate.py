@@ -19,7 +19,7 @@ from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import IN_PARTS, refuse, telling, told
 from jgrad._wrappers import decisions, inside
@@ -29,7 +29,7 @@ _NAME = "accumulate"
 _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
 Every = Count | Schedule
-Leaves = list[Any]
+Leaves = list[Leaf]
 
 
 class _OfWindow:
@@ -274,7 +274,7 @@ def accumulate(
         emit: Flag | None = None,
         finite: Flag | None = None,
         weight: Any = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, PyTree]:
         if weight is not None and not weighted:
             came = checks.describe(weight)
@@ -448,7 +448,7 @@ def _branches(
     tx: optax.GradientTransformationExtraArgs,
     state: PyTree,
     params: PyTree,
-    extra_args: dict[str, Any],
+    extra_args: dict[str, PyTree],
 ) -> tuple[PyTree, Leaves, PyTree]:
     """Updates, sums and the state of `tx` where the window may close.
 

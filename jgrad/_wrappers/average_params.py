@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +110,7 @@ def average_params(
         return EmaState(counter(params), average, tx.init(params))
 
     def update(
-        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: EmaState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, EmaState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +129,7 @@ def clip_by_global_norm(
         return decisions.as_updated(name, state, update, params, mesh_axes)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         inputs, inexact = _inexact(name, "updates", updates)
         layers = _layers(inputs, mesh_axes, params)

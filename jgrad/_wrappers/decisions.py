@@ -19,8 +19,9 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import all_names, in_shard_map
 from jgrad._trees import checks, shardings, trees
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import EVERY, over_shares, telling, told
+from jgrad._trees.trees import Structure
 
 T = TypeVar("T")
 Static = TypeVar("Static")
@@ -174,7 +175,7 @@ def as_updated(
         return shardings.varying_over(x, shardings.varying_axes(new))
 
     new = tried(function, lambda: jax.eval_shape(dry, params, state))
-    structure: Any = jax.tree.structure(state)
+    structure: Structure = jax.tree.structure(state)
     if new is None or structure != jax.tree.structure(new):
         return shardings.varying_over(state, axes_of_models(function, params, mesh_axes))
     typed: T = jax.tree.map(vary, state, new)
@@ -324,7 +325,7 @@ def choose(
     """
     largest = numerics.largest_update if are_updates else numerics.largest_number
 
-    def choice(n: Any, o: Any) -> Call:
+    def choice(n: Leaf, o: Leaf) -> Call:
         place = None if are_updates else o
         if n is o or (commit is not None and commit.has_settled(n, place)):
             return leafwise.identity, (n,)
@@ -334,9 +335,9 @@ def choose(
         use = () if use_new is True else (use_new,)
         return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 
-    structure: Any = jax.tree.structure(new)
-    of_old = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
-    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), of_old))))
+    structure: Structure = jax.tree.structure(new)
+    old_arrays = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
+    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), old_arrays))))
 
 
 def _choice(new: jax.Array, old: jax.Array, *use: jax.Array, largest: float) -> jax.Array:

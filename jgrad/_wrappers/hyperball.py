@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
-from jgrad._inputs import layer_options, numbers, options
+from jgrad._inputs import kinds, layer_options, numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
@@ -37,7 +37,7 @@ from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
 from jgrad._wrappers import inside, watch
@@ -76,8 +76,8 @@ class _Sums(NamedTuple):
 
 
 def steps_on_sphere(
-    w: Sequence[Any],
-    u: Sequence[Any],
+    w: Sequence[Leaf],
+    u: Sequence[Leaf],
     radii: Sequence[jax.Array | None],
     rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
@@ -191,20 +191,25 @@ def _all_sums(
     plain = products([(None, None)] * len(arrays))
     units = [(_unit(r), _unit(x[2], squared=True)) for r, x in zip(radius, plain, strict=True)]
     unusual = []
-    for (of_w, of_u), r, batch in zip(units, radius, norms.in_batches(layers, layers), strict=True):
+    for (unit_w, unit_u), r, batch in zip(
+        units, radius, norms.in_batches(layers, layers), strict=True
+    ):
         nonempty = jnp.concatenate([axes.nonempty for axes in batch])
-        unusual.append(jnp.any(((of_w != 1) | (of_u != 1)) & (r > 0) & nonempty))
+        unusual.append(jnp.any(((unit_w != 1) | (unit_u != 1)) & (r > 0) & nonempty))
 
     def rescaled() -> list[_Sums]:
         # On GPUs, XLA computes both branches at each step, unless one has such a barrier.
-        of_w, of_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
+        unit_w, unit_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
         factors = (
-            norms.split(layers, [1 / x for x in unit], as_elements=False) for unit in (of_w, of_u)
+            norms.split(layers, [1 / x for x in unit], as_elements=False)
+            for unit in (unit_w, unit_u)
         )
-        return list(map(_Sums.of, products(zip(*factors, strict=True)), of_u))
+        return list(map(_Sums.of, products(zip(*factors, strict=True)), unit_u))
 
     def as_they_are() -> list[_Sums]:
-        return [_Sums.of(x, jnp.ones_like(of_u)) for x, (_, of_u) in zip(plain, units, strict=True)]
+        return [
+            _Sums.of(x, jnp.ones_like(unit_u)) for x, (_, unit_u) in zip(plain, units, strict=True)
+        ]
 
     return jax.lax.cond(jnp.any(jnp.stack(unusual)), rescaled, as_they_are)
 
@@ -413,7 +418,7 @@ def hyperball(
         expected = "a prefix tree of bools, or a function of the parameters' shapes"
         remedy = "`hidden_matrices()` chooses by names and shapes"
         raise TypeError(f"{_NAME}: `leaves`: None, expected {expected}; {remedy}.")
-    options.check(_NAME, numbers.scalars, learning_rate=learning_rate)
+    kinds.Number("learning_rate", learning_rate).check(_NAME)
     options.check_masks(_NAME, leaves=leaves)
     layer_options.check_axes(_NAME, mesh_axes, layer_axes)
     if radius is not None:
@@ -429,7 +434,7 @@ def hyperball(
         if radius is None:
             radii = _measured(inputs, axes, chosen)
         else:
-            radii = _of_option(inputs, axes, chosen, radius)
+            radii = _radii_of_option(inputs, axes, chosen, radius)
         tree = trees.flatten(inputs.shapes)[1].unflatten(radii)
         return HyperballState(counter(params), tree, tx.init(params))
 
@@ -439,20 +444,21 @@ def hyperball(
         params: PyTree = None,
         *,
         hyperball_learning_rate: PyTree = None,
-        **extra_args: Any,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, HyperballState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm")
         chosen = _keeping(inputs, leaves)
         axes = layer_options.layers(inputs, mesh_axes, layer_axes)
-        radii = _of_state(inputs, axes, chosen, state.radius)
+        radii = _radii_of_state(inputs, axes, chosen, state.radius)
         undecayed = _Undecayed(inputs, chosen, told().undecayed)
         steps, inner = inputs.hand_over(tx, updates, state.inner, params, undecayed=undecayed)
         done = jnp.asarray(state.done)
-        option = "learning_rate", learning_rate
+        rate = kinds.Number("learning_rate", learning_rate)
         if hyperball_learning_rate is not None:
-            option = "hyperball_learning_rate", hyperball_learning_rate
-        rates = options.number_per_array(inputs, Step.of_count(done), *option)
+            rate = kinds.Number("hyperball_learning_rate", hyperball_learning_rate)
+            rate.check(_NAME)
+        rates = rate.read(inputs, Step.of_count(done))
         if not isinstance(rates, list):
             note(told().notes, "hyperball_learning_rate", rates)
         u = trees.flatten(steps)[0]
@@ -471,7 +477,7 @@ class _Undecayed:
         names = itertools.compress(leaf_names.names(inputs.shapes), chosen)
         self._names: set[str] = {*names, *(outer._names if outer is not None else ())}
 
-    def check(self, inputs: Inputs, name: str, decays: Sequence[Any]) -> None:
+    def check(self, inputs: Inputs, name: str, decays: Sequence[Leaf]) -> None:
         """An error for a decay of one of them."""
         for path, x in zip(leaf_names.names(inputs.shapes), decays, strict=True):
             number = numbers.as_python_number(x)
@@ -499,9 +505,11 @@ def _keeping(inputs: Parameters, leaves: Mask) -> list[bool]:
 def _matrices(inputs: Parameters, axes: Sequence[LayerAxes]) -> dict[int, LayerAxes]:
     """Where the matrices of each leaf are; packed trees may have leaves that are None."""
     return {
-        i: of_leaf
-        for spec, of_array in zip(inputs.specs, axes, strict=True)
-        for i, of_leaf in zip(spec.positions, spec.layers_of_leaves(of_array), strict=True)
+        i: layers_of_leaf
+        for spec, layers_of_array in zip(inputs.specs, axes, strict=True)
+        for i, layers_of_leaf in zip(
+            spec.positions, spec.layers_of_leaves(layers_of_array), strict=True
+        )
     }
 
 
@@ -521,9 +529,9 @@ def _measured(
     _, per_array = watch.norms_per_array(arrays, axes)
     matrices, shapes = _matrices(inputs, axes), inputs.updated_shapes().leaves
     radii: list[jax.Array | None] = [None] * len(chosen)
-    for i, of_array in per_array.items():
+    for i, layers_of_array in per_array.items():
         spec = inputs.specs[i]
-        for j, norm in zip(spec.positions, spec.per_leaf(of_array, axes[i]), strict=True):
+        for j, norm in zip(spec.positions, spec.per_leaf(layers_of_array, axes[i]), strict=True):
             if chosen[j]:
                 # A batch of norms has the widest dtype among them.
                 real = numerics.real_dtype(shapes[j])
@@ -531,7 +539,7 @@ def _measured(
     return radii
 
 
-def _of_option(
+def _radii_of_option(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: PyTree
 ) -> list[jax.Array | None]:
     """The norms that a user gives by `radius`."""
@@ -551,7 +559,7 @@ def _of_option(
     return radii
 
 
-def _positive(arg: ArgLeaves, i: int, x: Any) -> Any:
+def _positive(arg: ArgLeaves, i: int, x: Leaf) -> Leaf:
     """One number; an array of one element passes, since it may be traced."""
     x = numbers.as_python_number(x)
     is_array = checks.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -561,7 +569,7 @@ def _positive(arg: ArgLeaves, i: int, x: Any) -> Any:
     return x.reshape(()) if is_array else x
 
 
-def _of_state(
+def _radii_of_state(
     inputs: Inputs, axes: Sequence[LayerAxes], chosen: Sequence[bool], tree: PyTree
 ) -> list[jax.Array | None]:
     """The radii of the matrices of each array, as a vector; 0 for leaves that keep no norm."""
@@ -576,7 +584,7 @@ def _of_state(
             expected = f"an array of shape {shape}" if use else "None for a leaf that is not chosen"
             arg.fail(i, ValueError, f"{checks.describe(r)}, expected {expected}; {remedy}")
 
-    def of_array(spec: ArraySpec) -> jax.Array | None:
+    def radius_of_array(spec: ArraySpec) -> jax.Array | None:
         kept = [arg.leaves[i] for i in spec.positions]
         dtypes = {r.dtype for r in kept if r is not None}
         if not dtypes:
@@ -590,4 +598,4 @@ def _of_state(
             0,
         )
 
-    return list(map(of_array, inputs.specs))
+    return list(map(radius_of_array, inputs.specs))

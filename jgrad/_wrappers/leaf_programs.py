@@ -69,7 +69,7 @@ def leaf_programs(
     flat = jax.tree.leaves((params, state, params))
     operands = {x: id(leaf) for x, leaf in zip(traced.jaxpr.invars, flat, strict=True)}
     answers = dict(_answers(traced.jaxpr, operands, is_local))
-    of_paths = {}
+    answer_at = {}
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_blocks):
         if not _is_blocks(x):
             continue
@@ -81,8 +81,8 @@ def leaf_programs(
             answer = f"XLA: its last axis, {x.shape[-1]}, is not a multiple of {SIZE}"
         else:
             answer = "XLA: it is stored in other blocks than along its last axis"
-        of_paths[jax.tree_util.keystr(path)] = answer
-    return of_paths
+        answer_at[jax.tree_util.keystr(path)] = answer
+    return answer_at
 
 
 def _answers(jaxpr: Any, known: dict[Any, int], is_local: bool) -> Iterator[tuple[int, str]]:

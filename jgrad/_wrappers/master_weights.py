@@ -111,8 +111,8 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
             arrays: tuple[Any, ...] = p, copies.leaves[i]
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
-            own = Rest(_followed(clips), arrays, (copies.leaves[i], None))
-            return own.followed_by(finishing(inputs, i), after)
+            follows = Rest(_followed(clips), arrays, (copies.leaves[i], None))
+            return follows.followed_by(finishing(inputs, i), after)
 
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, places_of(inputs, None), inputs.then)

@@ -138,9 +138,9 @@ def _in_containers_of(layout: Layout, old: Layout, inputs: Inputs) -> Layout:
     else:
         old = dataclasses.replace(old, structure=layout.structure)
         if inputs.w is None:  # of gradients, the dtypes may be others
-            of_state = ArgLeaves.from_tree(_NAME, "state", old.tree())
-            checks.same_shapes(inputs.reference, of_state)
-            for i, x in enumerate(of_state.leaves):
+            state_arg = ArgLeaves.from_tree(_NAME, "state", old.tree())
+            checks.same_shapes(inputs.reference, state_arg)
+            for i, x in enumerate(state_arg.leaves):
                 if x is None and inputs.is_updated[i]:
                     came = checks.describe(inputs.g[i])
                     inputs.reference.fail(i, TypeError, f"{came}, expected None, as in `state`")

@@ -1,7 +1,6 @@
 """The parameters that a wrapper gets: checked, in float32, copied, and after updates."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Then, in_float32, made_of
 from jgrad._trees import checks, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 
 
 def checked(function: str, params: PyTree) -> PyTree:
@@ -38,10 +37,10 @@ def applied(params: PyTree, updates: PyTree, then: Then | None = None) -> PyTree
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
 
 
-def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Any], bool]) -> PyTree:
+def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Leaf], bool]) -> PyTree:
     """Gradients in float32 beside parameters that are optimized in float32."""
 
-    def wide_one(g: Any, p: Any) -> Any:
+    def wide_one(g: Leaf, p: Leaf) -> Leaf:
         if g is None or not is_wide(p):
             return g
         return made_of(jnp.asarray(g, jnp.float32), in_float32, g)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, cast
+from typing import Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ from jax.typing import DTypeLike
 
 from jgrad._arithmetic import numerics, rules
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs import numbers, options
+from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -134,7 +134,7 @@ def schedule_free(
         return decisions.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
     def update(
-        updates: PyTree, state: ScheduleFreeState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: ScheduleFreeState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, ScheduleFreeState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
@@ -173,19 +173,19 @@ def schedule_free(
 def _rate(
     inputs: Inputs,
     learning_rate: Scalar | Schedule,
-    of_call: PyTree,
+    rate_of_call: PyTree,
     state: ScheduleFreeState,
 ) -> jax.Array:
     """The learning rate of this update: the option, or the largest of those of the call."""
-    if of_call is None:
+    if rate_of_call is None:
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
     step = Step.of_count(state.done)
-    rates = options.rate_of_leaves(inputs, "learning_rate", of_call, step)
+    rates = kinds.Rate("learning_rate", rate_of_call).of_leaves(inputs, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 
-def _largest(rates: Sequence[Any], dtype: DTypeLike) -> jax.Array:
+def _largest(rates: Sequence[Leaf], dtype: DTypeLike) -> jax.Array:
     """Of all leaves: where rates are in proportion, the weights of the steps are those of each."""
     different = {id(x): jnp.max(x).astype(dtype) for x in rates if x is not None}
     return functools.reduce(jnp.maximum, different.values(), jnp.zeros((), dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
@@ -143,7 +143,7 @@ def skip_nonfinite(
         return decisions.as_updated(_NAME, state, update, params, mesh_axes)
 
     def update(
-        updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, SkipState]:
         inputs = RejectingInputs(_NAME, updates, params, state.inner, extra_args)
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
@@ -242,7 +242,7 @@ def _works(
 ) -> Flag:
     """Whether results are finite, and parameters stay so, as far as they are looked at."""
 
-    def is_looked_at(x: Any) -> bool:
+    def is_looked_at(x: Leaf) -> bool:
         is_float16 = checks.is_inexact(x) and not numerics.has_room(x.dtype)
         return is_float16 if check_results is None else check_results
 

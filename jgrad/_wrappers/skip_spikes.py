@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jgrad._inputs import numbers
 from jgrad._inputs.transformation import counter, pair
@@ -139,8 +140,8 @@ def skip_spikes(
         state: SpikeState,
         params: PyTree = None,
         *,
-        loss: Any = None,
-        **extra_args: Any,
+        loss: ArrayLike | None = None,
+        **extra_args: PyTree,
     ) -> tuple[PyTree, SpikeState]:
         if state.losses.shape != (window,):
             problem = f"shape {state.losses.shape}, expected {(window,)}, as `window` says"
@@ -170,7 +171,7 @@ def skip_spikes(
     return pair(init, update, _NAME, SpikeState)
 
 
-def _read(loss: Any) -> jax.Array:
+def _read(loss: ArrayLike | None) -> jax.Array:
     """The loss as an array, in the dtype in which it came."""
     x = numbers.as_python_number(loss)
     is_real = checks.is_numeric(x) and x.shape == () and not jnp.iscomplexobj(x)

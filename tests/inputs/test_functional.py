@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.compilations import compilations
-from tests.support.errors import assert_error
 
 W = {"a": jnp.array([1.0, 2.0, 3.0]), "b": {"c": jnp.array([4.0, 5.0, 6.0])}}
 G = jax.tree.map(lambda x: 0.1 * x - 0.3, W)
@@ -267,16 +267,4 @@ def test_under_vmap_and_jit(name):
     chex.assert_trees_all_close(found, jnp.stack(expected), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
-        ("adam_step() missing 3 required positional arguments: 'mw', 'vw', and 'step'", lambda: jgrad.adam_step(X)),
-        ("adam_step() got some positional-only arguments passed as keyword arguments: 'step'",
-         lambda: jgrad.adam_step(X, X, X, step=1)),
-        ("lamb_update() got an unexpected keyword argument 'decay'",
-         lambda: jgrad.lamb_update(X, X, 0.1, X, X, 1, decay=0.1)),
-    ],
-)  # fmt: skip
-def test_calls_that_do_not_fit_the_signature(message, call):
-    """Python's own errors, where no other argument is known to be meant."""
-    assert_error(TypeError, message, call)
+test_calls_that_do_not_fit_the_signature = messages.test_of("signatures", globals())

@@ -12,8 +12,6 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs.factory import Options
-from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
@@ -118,16 +116,6 @@ def test_moments_that_were_named_by_hand():
     tx = transformation("none", by_hand, has=("mw",), moments=form)
     message = "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
     assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
-
-
-def test_a_table_has_each_option():
-    """An option that is renamed in one place is an error when the factory is called."""
-    table = Options(learning_rate=Role.RATE)
-    expected = r"lion: \['beta1'\] not both in its table and its signature"
-    with pytest.raises(TypeError, match=expected):
-        table.check("lion", {"learning_rate": 0.1, "beta1": 0.9})
-    with pytest.raises(TypeError, match=r"lion: \['learning_rate'\]"):
-        table.check("lion", {})
 
 
 def test_integer_leaves_without_parameters():

@@ -1,1 +1,1 @@
-"""Tests on eight devices; `tests/conftest.py` gives each process eight virtual CPU devices."""
+"""Tests on eight devices; `conftest.py` gives each process eight virtual CPU devices."""

@@ -1,6 +1,6 @@
 """What varies over devices in `shard_map`: states of every wrapper fit the carry of a loop.
 
-Numbers are in `tests/everywhere/test_surroundings.py`, gradients in `test_recipes.py`, shards of a
+Numbers are in `tests/everywhere/test_surroundings.py`, gradients in `test_placement.py`, shards of a
 state in `test_zero.py`.
 """
 

@@ -168,7 +168,4 @@ def test_temporaries_are_bounded_in_bytes(count):
     assert used <= 2.5 * matrix + 1024  # a chunk is one matrix
 
 
-MATRIX = "an array of shape (2, 3) with layers over the axes (0,), expected at least an output and an input axis in each layer."
-
-
 test_messages = messages.test_of("orthogonalize", globals())

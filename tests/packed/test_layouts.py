@@ -14,6 +14,7 @@ import pytest
 import jgrad
 from jgrad._packed import layouts
 from jgrad._packed.layouts import layout_of
+from tests.support import messages
 from tests.support.errors import assert_error
 
 
@@ -239,25 +240,4 @@ def test_differences(a, b, options, phrases):
     assert list(of(a).__jgrad_differences__(of(b, **options), "A", "B")) == phrases
 
 
-REMEDY = (
-    "expected a floating array, since the gradient of a Packed could not hold others; pack those "
-    "alone: `floating, others = equinox.partition(tree, equinox.is_inexact_array)`, or with None "
-    "in the place of each other leaf."
-)
-WRONG = {
-    "integer": ({"n": jnp.arange(3)}, {}, TypeError, f"pack: `tree` at ['n']: an array of int32 and shape (3,), {REMEDY}"),
-    "struct": (jax.ShapeDtypeStruct((3,), "float32"), {}, TypeError, f"pack: `tree`: a ShapeDtypeStruct of float32 and shape (3,), {REMEDY}"),
-    "string": (["a"], {}, TypeError, f"pack: `tree` at [0]: 'a' of type str, {REMEDY}"),
-    "multiple_of": (jnp.ones(3), {"multiple_of": 0}, ValueError, "pack: `multiple_of`: 0, expected a number in [1, 2^31)."),
-    "max_size": (jnp.ones(3), {"max_size": 1.5}, TypeError, "pack: `max_size`: 1.5 of type float, expected an int."),
-    "layer_axes": ({"a": jnp.ones(3)}, {"layer_axes": 1}, ValueError, "pack: `layer_axes` at ['a']: 1, expected different axes of an array of shape (3,)."),
-    "layer_axes_structure": ({"a": jnp.ones(3)}, {"layer_axes": {"b": 0}}, ValueError, "pack: `layer_axes` does not have the structure of `tree`: only `layer_axes` has ['b']; only `tree` has ['a']."),
-    "small_apart": (jnp.ones(3), {"small_apart": 1}, TypeError, "pack: `small_apart`: 1 of type int, expected True or False."),
-    "like_and_small": (jnp.ones(3), {"like": jgrad.pack(jnp.ones(3)), "small_apart": True}, ValueError, "pack: `like`: it has a layout already, expected no other option with it."),
-    "like_and_more": (jnp.ones(3), {"like": jgrad.pack(jnp.ones(3)), "multiple_of": 2}, ValueError, "pack: `like`: it has a layout already, expected no other option with it."),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("tree", "options", "error", "message"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_packed(tree, options, error, message):
-    assert_error(error, message, lambda: jgrad.pack(tree, **options))
+test_what_cannot_be_packed = messages.test_of("pack", globals())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support import messages
 from tests.support.loops import assert_equal, train
 from tests.support.packed_model import assert_close
 
@@ -63,26 +63,4 @@ def test_layer_axes_have_to_agree():
         muon(layer_axes=LAYERS | {"stack": {"w": 1, "b": 0}}).init(packed)
 
 
-IN_A_BUFFER = (
-    "True for a leaf that is packed with others, expected one by itself: a smaller `max_size` of "
-    "`pack` or `pack_small`; in the place of `zero`, `shard_over` under `jit`."
-)
-GONE = (
-    "pack: `matrices`: gone in 2.0, expected `max_size`, which leaves matrices unpacked, and "
-    "`shard_over` of `muon`, which deals them out under `jit`; `unpack` a state with packed matrices "
-    "in jgrad 1.1."
-)
-WRONG = {
-    "packed": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
-     lambda: muon().init(jgrad.pack(W))),
-    "packed inside": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}",
-     lambda: jgrad.pack_small(muon()).init(W)),
-    "in zero": (ValueError, f"muon: `matrices` at ['stack']['w']: {IN_A_BUFFER}", lambda: jgrad.zero(muon(),
-     "data").init(jgrad.pack(W, multiple_of=8))),
-    "whole shards": (TypeError, GONE, lambda: jgrad.pack(W, matrices=MATRICES, multiple_of=8)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("error", "message", "call"), WRONG.values(), ids=WRONG)
-def test_messages(error, message, call):
-    assert_error(error, message, call)
+test_messages = messages.test_of("packed_matrices", globals())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import jgrad
 from jgrad._packed import restored
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 
@@ -176,25 +177,6 @@ def master_weights():
     return jgrad.master_weights(jgrad.adam(0.1)).init(jgrad.pack(MIXED))
 
 
-WRONG = {
-    "structure": ({"a": jnp.ones(3)}, ValueError, "pack: `tree` does not have the structure of `like`: only `like` has ['b'].", LIKE),
-    "shape": ({**OF_TWO, "a": jnp.ones(4)}, ValueError, "pack: `tree` does not match `like` at ['a']: shape (4,), expected (3,).", LIKE),
-    "None": ({**OF_TWO, "a": None}, TypeError, "pack: `tree` at ['a']: None, expected a floating array.", LIKE),
-    "integers": ({**OF_TWO, "a": jnp.arange(3)}, TypeError, "pack: `tree` at ['a']: an array of int32 and shape (3,), expected a floating array.", LIKE),
-    "dtypes": ({**OF_TWO, "b": jnp.ones((2, 2), jnp.bfloat16)}, TypeError, "pack: `tree` at ['a']: an array of float32 and shape (3,), expected bfloat16 as beside it.", LIKE),
-    "whole, shape": ({"a": jnp.ones(7), "b": jnp.ones(3)}, ValueError, "pack: `tree` does not match `like` at ['a']: shape (7,), expected (200,).", WHOLE),
-    "whole, integers": ({"a": jnp.arange(200), "b": jnp.ones(3)}, TypeError, "pack: `tree` at ['a']: an array of int32 and shape (200,), expected an array of float32 and shape (200,).", WHOLE),
-    "whole, None": ({"a": None, "b": jnp.ones(3)}, TypeError, "pack: `tree` at ['a']: None, expected an array of float32 and shape (200,).", WHOLE),
-    "whole, string": ({"a": "x", "b": jnp.ones(3)}, TypeError, "pack: `tree` at ['a']: 'x' of type str, expected an array of float32 and shape (200,).", WHOLE),
-    "where like has None": ({"a": jnp.ones(3), "b": jnp.ones(2)}, TypeError, "pack: `tree` at ['b']: an array of float32 and shape (2,), expected None.", jgrad.pack({"a": jnp.ones(3), "b": None})),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("tree", "error", "message", "like"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_a_layout(tree, error, message, like):
-    assert_error(error, message, lambda: jgrad.pack(tree, like=like))
-
-
 def test_a_buffer_of_parameters_without_state_is_none():
     """So are their leaves when it is unpacked, and the buffer when they are packed again."""
     state = master_weights()
@@ -229,3 +211,6 @@ def test_the_layout_of_a_file_is_the_one_at_its_place():
     for name, packed in like.items():
         path = (jax.tree_util.DictKey(name),)
         assert restored._layouts(packed.buffers, path, [like]) == [packed.layout]
+
+
+test_what_does_not_fit_a_layout = messages.test_of("pack_like", globals())

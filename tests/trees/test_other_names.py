@@ -146,51 +146,7 @@ def test_a_function_of_no_module():
 
 # ---- functions ---------------------------------------------------------------------------------
 
-INSTEAD = {
-    "adamw": "`jgrad.adam` with `weight_decay=`",
-    "AdamW": "`jgrad.adam` with `weight_decay=`",
-    "sgd": "`jgrad.gradient_descent`",
-    "SGD": "`jgrad.gradient_descent`",
-    "Adam": "`jgrad.adam`",
-    "LAMB": "`jgrad.lamb`",
-    "Lion": "`jgrad.lion`",
-    "rmsprop": "`optax.rmsprop`, which works beside jgrad",
-    "RMSprop": "`optax.rmsprop`, which works beside jgrad",
-    "Adafactor": "`jgrad.adafactor`",
-    "SOAP": "`jgrad.soap`",
-    "prodigy": "`optax.contrib.prodigy`, which works beside jgrad",
-    "chain": "`optax.chain`, which works beside jgrad",
-    "MultiSteps": "`jgrad.accumulate`",
-    "apply_if_finite": "`jgrad.skip_nonfinite`",
-    "clip": "`jgrad.clip_by_global_norm`, or `optax.clip` for each element",
-    "clip_grad_norm_": "`jgrad.clip_by_global_norm`",
-    "GradScaler": "`jgrad.skip_nonfinite` with `loss_scale=`",
-    "schedule_free_adamw": "`jgrad.schedule_free` around `jgrad.adam`",
-    "inject_hyperparams": "`optax.inject_hyperparams`, which works beside jgrad",
-}
-
-
-@pytest.mark.parametrize("name", INSTEAD)
-def test_functions_of_others(name):
-    message = f"jgrad.{name}: not a name of jgrad, expected {INSTEAD[name]}."
-    assert_error(AttributeError, message, lambda: getattr(jgrad, name))
-
-
-GONE = {
-    "jgrad.quantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`.":
-        lambda: jgrad.quantized,
-    "jgrad.unquantized: gone in 2.0, expected `jgrad.carry_over(state, like=...)`, whose `like` has shapes in "
-    "float32.": lambda: jgrad.unquantized,
-    "jgrad.ema: gone in 2.0, expected `average_params(tx, decay)`, which wraps the optimizer; `optax.ema` averages "
-    "updates.": lambda: jgrad.ema,
-    "jgrad.muon_update: gone in 2.0, expected `jgrad.muon`, its method.": lambda: jgrad.muon_update,
-    "StochasticState: `step`: gone in 2.0, expected `done`.": lambda: jgrad.StochasticState(1, ()).step,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", GONE)
-def test_names_that_are_gone(message):
-    assert_error(AttributeError, message, GONE[message])
+test_functions_of_others = messages.test_of("names_of_others", globals())
 
 
 @pytest.mark.parametrize("name", ["zzz", "_adamw", "__adamw__", "acumulate"])

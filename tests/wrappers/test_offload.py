@@ -78,7 +78,7 @@ def test_e47_the_same_numbers(tx, dtype):
     }.items(),
 )
 def test_where_an_array_belongs(shape, place):
-    """A rule of its shape; compiled for TPUs in `tests/accelerators`."""
+    """A rule of its shape; compiled for TPUs in `benchmarks/accelerators`."""
     state = jgrad.offload(jgrad.lion(0.1)).init({"w": jnp.ones(shape), "nothing": None})
     assert kinds(state) == ["device", place]
     program = jax.make_jaxpr(jgrad.offload(jgrad.lion(0.1)).init)({"w": jnp.ones(shape)})

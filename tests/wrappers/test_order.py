@@ -1,6 +1,7 @@
 """Which wrapper stands around which: wrong orders are errors of `init`, through all that is between."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 
@@ -11,6 +12,7 @@ import pytest
 
 import jgrad
 from tests.cases import RATE
+from tests.support import messages
 from tests.support.errors import assert_error
 
 HALF = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.zeros(3, jnp.bfloat16)}
@@ -33,67 +35,6 @@ WRAPPERS = {
     "average_params": lambda tx: jgrad.average_params(tx, 0.9),
 }
 SCALED = "skip_nonfinite(loss_scale=)"
-ONE_OF_TWO = "one of the two"
-WIDE = "what is inside sees float32 weights, and has nothing to round"
-EACH_CALL = "it takes each call for an update"
-OTHER = "the updates inside are not those that move the weights"
-ONE_WINDOW = (
-    "one `accumulate`, whose `every` is the product of both",
-    "each would count windows of the other",
-)
-
-# What is expected, and why.
-REFUSED = {
-    ("accumulate", SCALED): (
-        "it outside: `skip_nonfinite(accumulate(tx, every), loss_scale=...)`",
-        "mini-batches that overflow are left out before it sees them, so the scale never halves",
-    ),
-    ("skip_nonfinite", SCALED): (
-        "one `skip_nonfinite`, with the `loss_scale`",
-        "the outer one skips what overflows, so the scale never halves",
-    ),
-    (SCALED, SCALED): ("one `loss_scale`", "gradients would be divided by both"),
-    ("accumulate", "accumulate"): ONE_WINDOW,
-    ("accumulate", "optax.MultiSteps"): ONE_WINDOW,
-    ("master_weights", "master_weights"): (ONE_OF_TWO, WIDE),
-    ("master_weights", "stochastic_rounding"): (ONE_OF_TWO, WIDE),
-    ("stochastic_rounding", "master_weights"): (ONE_OF_TWO, WIDE),
-    ("stochastic_rounding", "stochastic_rounding"): (ONE_OF_TWO, WIDE),
-    ("schedule_free", "master_weights"): ("it outside: `master_weights(schedule_free(tx))`", WIDE),
-    ("schedule_free", "stochastic_rounding"): (
-        "it outside: `stochastic_rounding(schedule_free(tx))`", WIDE,
-    ),
-    ("schedule_free", "schedule_free"): ("one `schedule_free`", OTHER),
-    ("schedule_free", "hyperball"): (ONE_OF_TWO, "an average leaves the sphere"),
-    ("schedule_free", "average_params"): (
-        "it outside: `average_params(schedule_free(tx), decay)`", OTHER,
-    ),
-    ("hyperball", "master_weights"): ("it outside: `master_weights(hyperball(tx))`", OTHER),
-    ("hyperball", "stochastic_rounding"): ("it outside: `stochastic_rounding(hyperball(tx))`", OTHER),
-    ("hyperball", "schedule_free"): (ONE_OF_TWO, OTHER),
-    ("hyperball", "hyperball"): (
-        "one `hyperball`, whose `leaves`, `learning_rate` and `radius` may be trees", OTHER,
-    ),
-    ("hyperball", "average_params"): ("it outside: `average_params(hyperball(tx), decay)`", OTHER),
-    **{
-        (function, inner): (f"it outside: `{around.format(tx)}`", EACH_CALL)
-        for function, tx in {
-            "average_params": "average_params(tx, decay)",
-            "schedule_free": "schedule_free(tx)",
-            "hyperball": "hyperball(tx)",
-        }.items()
-        for inner, around in {
-            "accumulate": "accumulate({}, every)",
-            "skip_nonfinite": "skip_nonfinite({})",
-            SCALED: "skip_nonfinite({}, loss_scale=...)",
-            "skip_spikes": "skip_spikes({})",
-            "optax.MultiSteps": "optax.MultiSteps({}, every_k_schedule)",
-            "optax.apply_if_finite": "optax.apply_if_finite({}, max_consecutive_errors)",
-            "optax.conditionally_mask": "optax.conditionally_mask({}, should_transform_fn)",
-        }.items()
-    },
-}  # fmt: skip
-
 BETWEEN = {
     "nothing": lambda tx: tx,
     "a chain": lambda tx: optax.chain(optax.clip(1.0), tx),
@@ -106,30 +47,28 @@ BETWEEN = {
 }  # fmt: skip
 
 
-def refuses(outer, inner, between):
-    tx = WRAPPERS[outer](between(WRAPPERS[inner](SGD)))
-    expected, reason = REFUSED[outer, inner]
-    function = outer.partition("(")[0]
-    message = f"{function}: `tx`: `{inner}` inside, expected {expected}, since {reason}."
-    assert_error(ValueError, message, lambda: jax.eval_shape(tx.init, HALF))
+def init(outer, inner, between=BETWEEN["nothing"]):
+    return jax.eval_shape(WRAPPERS[outer](between(WRAPPERS[inner](SGD))).init, HALF)
 
 
-@pytest.mark.parametrize(("outer", "inner"), REFUSED)
-def test_wrong_orders(outer, inner):
-    refuses(outer, inner, BETWEEN["nothing"])
+ROWS = list(messages.read("orders"))
+test_wrong_orders = messages.test_of("orders", globals())
 
 
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_through_what_is_between(between):
-    refuses("accumulate", SCALED, between)
-    refuses("accumulate", "optax.MultiSteps", between)
+    texts = {name: text for name, _, text, _ in ROWS}
+    for inner in (SCALED, "optax.MultiSteps"):
+        call = functools.partial(init, "accumulate", inner, between)
+        assert_error(ValueError, texts[f"accumulate around {inner}"], call)
 
 
 def test_all_other_orders_are_accepted():
     """Beside each other, too, and once an order was refused."""
-    known = {x for pair in REFUSED for x in pair}
-    for outer, inner in {*itertools.product(known, known)} - REFUSED.keys():
-        jax.eval_shape(WRAPPERS[outer](WRAPPERS[inner](SGD)).init, HALF)
+    refused = {tuple(name.split(" around ")) for name, *_ in ROWS}
+    known = {x for pair in refused for x in pair}
+    for outer, inner in {*itertools.product(known, known)} - refused:
+        init(outer, inner)
     for beside in itertools.combinations(known, 2):
         first, second = (WRAPPERS[x](SGD) for x in beside)
         tx = optax.partition({"a": first, "b": second}, {"w": "a", "b": "b"})
@@ -199,8 +138,8 @@ def refuses_direction(function, name, tx):
         f"{function}: `tx`: `{name}` inside, expected a learning rate after it, inside too: `{right}`, "
         f"since nothing may change updates after `{function}`."
     )
-    init = WRAPPERS[function](tx).init
-    assert_error(ValueError, message, lambda: jax.eval_shape(init, HALF))
+    made = WRAPPERS[function](tx)
+    assert_error(ValueError, message, lambda: jax.eval_shape(made.init, HALF))
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -271,6 +210,6 @@ def test_offload_in_windows_of_optax():
         "`offload(optax.MultiSteps(tx, every_k_schedule))`."
     )
     for tx in (jgrad.offload(SGD), optax.chain(optax.clip(1.0), jgrad.offload(SGD))):
-        init = optax.MultiSteps(tx, 2).init
-        assert_error(ValueError, message, lambda init=init: init(HALF))
+        steps = optax.MultiSteps(tx, 2)
+        assert_error(ValueError, message, lambda steps=steps: steps.init(HALF))
     jgrad.offload(optax.MultiSteps(SGD, 2)).init(HALF)

@@ -38,7 +38,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # with a warning that pyproject lets pass. Processes that tests start do not share it: some of them
 # are killed.
 if jax.config.jax_compilation_cache_dir is None:
-    _cache = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "xla"
+    _cache = pathlib.Path(__file__).parent / ".pytest_cache" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(_cache))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
