@@ -4,6 +4,7 @@ The update of a layer and that of its whole stack are traced, and operations tha
 jgrad are checked: the norm of a layer is not that of the stack, and its random bits differ.
 """
 
+import functools
 import itertools
 import math
 import operator
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jgrad._arithmetic import elementwise
-from jgrad._arithmetic.programs import Equation, Program
+from jgrad._arithmetic.programs import Atom, Equation, Program
 from jgrad._backward.portions import (
     SAME,
     Cut,
@@ -107,6 +108,38 @@ def _foreign_operations(
             yield from _foreign_operations(inner.eqns, around)
         if around is not None:
             yield around, equation
+
+
+def _hands_on(program: Program, given: Sequence[object], made: Sequence[Atom]) -> bool:
+    """Whether another library makes arrays of which weights are made.
+
+    A number counts if it is of gradients and some weight is one; not the rates of
+    `optax.inject_hyperparams`.
+
+    Args:
+      program: of an update, or one in it.
+      given: the gradients and weights among its inputs.
+      made: the weights among its results.
+    """
+    touched, needed = set(given), set(made)
+    has_numbers = any(x.aval.shape == () for x in made)
+    for equation in program.eqns:
+        if not touched.isdisjoint(_variables(equation)):
+            touched.update(equation.outvars)
+    for equation in reversed(program.eqns):
+        if needed.isdisjoint(equation.outvars):
+            continue
+        needed.update(x for x in _variables(equation) if has_numbers or x.aval.shape != ())
+        counts = has_numbers and not touched.isdisjoint(equation.outvars)
+        others = [operation for _, operation in _foreign_operations([equation])]
+        if any(counts or x.aval.shape != () for y in others for x in y.outvars):
+            return True
+    return False
+
+
+def _variables(equation: Equation) -> list[Atom]:
+    """What it reads, without constants."""
+    return [x for x in equation.invars if not isinstance(x, core.Literal)]
 
 
 def _maker(equation: Equation) -> str:
@@ -208,21 +241,18 @@ class ShareUpdate:
           known: numbers of all shares.
           others: for those that are not known, the parts of all other shares.
         """
-        result, share = self._run(start, known, others)
-        self._check_promise(start, is_foreign=share.is_foreign)
-        return result
+        self._check_promise(start)
+        return self._run(start, known, others)
 
-    def _check_promise(self, start: Start, *, is_foreign: bool) -> None:
-        if is_foreign and not self._elementwise:
+    def _check_promise(self, start: Start) -> None:
+        if not self._elementwise and (seen := self._look(start)).is_foreign:
             promise = "pass `elementwise=True` if it computes each element by itself"
             remedy = f"{promise}, or use the ordinary step"
-            raise _error(self._look(start).maker, "updates", remedy)
+            raise _error(seen.maker, "updates", remedy)
 
     def _run(
         self, start: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
-    ) -> tuple[Made, Share]:
-        """The same, and the share, which knows what came from other libraries."""
-
+    ) -> Made:
         whole, positions = self._whole, self.portion.positions
 
         def tree(leaves: Sequence[object]) -> PyTree:
@@ -241,7 +271,7 @@ class ShareUpdate:
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
         weights = leaves_of_share(whole.structure, positions, params)
-        return Made(weights, jax.tree.leaves(state), parts), share
+        return Made(weights, jax.tree.leaves(state), parts)
 
     def owned(self, result: Made) -> Owned:
         """What takes the place of its own arrays."""
@@ -260,19 +290,15 @@ class ShareUpdate:
     def _look(self, start: Start) -> _Seen:
         """What its program shows."""
         if self._seen is None:
-            is_foreign = False
-
-            def traced(start: Start) -> Made:
-                nonlocal is_foreign
-                result, share = self._run(start, {}, marks=True)
-                is_foreign = share.is_foreign
-                return result
-
-            closed, result = jax.make_jaxpr(traced, return_shape=True)(start)
+            run = functools.partial(self._run, known={}, marks=True)
+            closed, result = jax.make_jaxpr(run, return_shape=True)(start)
             others = list(_foreign_operations(closed.jaxpr.eqns))
             mixes = any(_mixes(equation) for _, equation in others)
-            makers = (_maker(outer) for outer, _ in others)
-            maker = next(filter(None, makers), "") if is_foreign else ""
+            program, weights = closed.jaxpr, len(result.weights)
+            of_state = len(jax.tree.leaves(start.state))
+            given = program.invars[: len(program.invars) - of_state]
+            is_foreign = _hands_on(program, given, program.outvars[:weights])
+            maker = next(filter(None, (_maker(outer) for outer, _ in others)), "")
             self._seen = _Seen(result.parts, mixes, is_foreign, maker)
         return self._seen
 
@@ -292,7 +318,7 @@ class ShareUpdate:
             )
 
         def update(start: Start) -> Made:
-            return self._run(start, {}, marks=True)[0]
+            return self._run(start, {}, marks=True)
 
         check(update, layer, jax.eval_shape(stack, layer))
 
@@ -305,7 +331,7 @@ class ShareUpdate:
         forms, mixes, is_foreign, _ = self._look(start)
         if is_foreign:
             self._check_elements(start)
-            self._check_promise(start, is_foreign=True)
+            self._check_promise(start)
 
         def outputs(known: Numbers, start: Start) -> tuple[Owned, Numbers, Arrays]:
             result = self(start, known)

@@ -440,10 +440,9 @@ def pair(
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
         else:
-            share.check(name, updates)
+            share.check(name)
             with share.within(is_own=True):
                 steps, new = update(updates, state, params, **extra_args)
-            share.add(steps)
         if state is before:
             return steps, new
         structure: Any = jax.tree.structure(state)

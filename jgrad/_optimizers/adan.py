@@ -344,9 +344,9 @@ def adan(
 
     The betas are decay rates, as in the authors' code; the paper calls 1 - beta what is beta here.
     `optax.adan` weighs the differences by 1 - beta2 instead of beta2, so it is the same method at
-    `b2=0.5` and `eps_root=0` only. The paper's weight decay divides the new weights: (w -
-    learning_rate delta) / (1 + learning_rate weight_decay). The decoupled rule is equal to it at
-    the learning rate learning_rate / (1 + learning_rate weight_decay).
+    `b2=0.5` and `eps_root=0` only. In the paper, w' = (w - learning_rate delta) / (1 +
+    learning_rate weight_decay), which is the decoupled rule with its learning rate divided by
+    `1 + learning_rate * weight_decay`.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the

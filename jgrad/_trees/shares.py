@@ -32,7 +32,6 @@ class Share:
     Attributes:
       layer: the number of the layer, which may be traced; None for what is in no stack.
       parts: this share's part of each number of all shares.
-      is_foreign: whether a function was given arrays which another library has made.
     """
 
     def __init__(
@@ -58,10 +57,8 @@ class Share:
         self.layer = layer
         self.parts: dict[Key, tuple[Combine, PyTree]] = {}
         self._known, self._others, self._shapes = known or {}, others or {}, shapes
-        self.is_foreign = False
         self._marks = marks
         self._begins, self._trace = begins, trace_state()
-        self._seen: dict[int, object] = {}  # arrays by identity, which are kept for it
 
     def number(self, function: str, combine: Combine, part: PyTree) -> PyTree:
         """The number of all shares."""
@@ -108,14 +105,8 @@ class Share:
                 leaves[i] = jax.lax.dynamic_slice_in_dim(leaves[i], first, stack.length, axis)
         return arg._replace(leaves=leaves)
 
-    def add(self, tree: PyTree) -> None:
-        """Says that arrays are made of gradients of this share, by this library."""
-        self._seen |= {id(x): x for x in jax.tree.leaves(tree)}
-
-    def check(self, function: str, tree: PyTree) -> None:
-        """Remembers arrays that another library has made: it may have looked at all gradients."""
-        if all(id(x) in self._seen for x in jax.tree.leaves(tree)):
-            return
+    def check(self, function: str) -> None:
+        """An error in the trace of another library, which may be kept for the next share."""
         if trace_state() not in (self._trace, told().trace):  # the latter in a branch of ours
             raise ValueError(
                 f"{STEP}: `tx`: `{function}` is called inside a branch of another library, or "
@@ -123,7 +114,6 @@ class Share:
                 f"`optax.apply_if_finite`, and for `optax.MultiSteps` {IN_PARTS}, or use the "
                 "ordinary step."
             )
-        self.is_foreign = True
 
     def within(self, *, is_own: bool) -> AbstractContextManager[object]:
         """Marks operations as this library's own, or as those of what is inside, if it marks."""

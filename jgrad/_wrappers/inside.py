@@ -221,7 +221,7 @@ def transformation(
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
     is_offloaded = is_offload(tx)
-    tx = _in_shares(function, optax.with_extra_args_support(tx))
+    tx = _in_shares(optax.with_extra_args_support(tx))
     if may_be_offloaded:
         return tx
     if is_offloaded:
@@ -241,9 +241,9 @@ def transformation(
 
 
 def _in_shares(
-    function: str, tx: optax.GradientTransformationExtraArgs
+    tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """`tx`, of which a share knows what it is given and what it returns."""
+    """`tx`, whose operations a share marks as those of another library."""
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
@@ -251,11 +251,8 @@ def _in_shares(
         share = told().share
         if share is None:
             return tx.update(updates, state, params, **extra_args)
-        share.add(updates)
         with share.within(is_own=False):
-            steps, new = tx.update(updates, state, params, **extra_args)
-        share.check(function, steps)
-        return steps, new
+            return tx.update(updates, state, params, **extra_args)
 
     return tx._replace(update=update)
 

@@ -181,7 +181,7 @@ def _rate(
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
     step = Step.of_count(state.done)
-    rates = kinds.Rate("learning_rate", rate_of_call).of_leaves(inputs, step)
+    rates = kinds.Rate("learning_rate", rate_of_call).leaf_values(inputs, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 

@@ -10,6 +10,7 @@ import jgrad
 from tests.backward import models
 from tests.backward.recipes import AXES, adam
 from tests.backward.test_messages import call
+from tests.support import messages
 from tests.support.errors import assert_error
 
 
@@ -23,52 +24,20 @@ def refused(who, primitive, ours=""):
     return f"step_in_backward: `tx`: {who} computes {does}. It sees one layer at a time: {use}."
 
 
-def of_optax(name, *rest):
-    return refused(f"`{name}` of another library", *rest)
-
-
-CLIP = "`jgrad.clip_by_global_norm`"
-FACTORED = "`jgrad.adafactor`, which has this clip"
-RATIO = "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`"
 KEY = jax.random.key(0)
-MIX = {
-    "a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), adam()),
-     of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip in a wrapper": (lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0),
-     optax.sgd(0.1))), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip by block": (lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
-     of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
-    "adafactor": (lambda: optax.adafactor(1e-2), of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
-    "a clip in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adam()),
-     branch=True), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip by unit": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
-     of_optax("adaptive_grad_clip", "squeeze")),
-    "noise": (lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)), of_optax("add_noise", "random_split")),
-    "lamb": (lambda: optax.lamb(1e-2), of_optax("scale_by_trust_ratio", "reduce_sum", RATIO)),
-    "a rate by all gradients": (lambda: optax.contrib.prodigy(), of_optax("prodigy", "reshape")),
-    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
-     of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`")),
-    "whether there is a NaN": (lambda: optax.chain(optax.zero_nans(), adam()), of_optax("zero_nans", "reduce_or")),
-    "a row of a loop": (lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
-     of_optax("stateless", "reduce_sum")),
-    "a place in a leaf": (lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
-     of_optax("stateless", "iota")),
-    "a function of nobody": (lambda: optax.GradientTransformation(lambda params: (),
-     lambda g, s, p=None: (jax.tree.map(lambda x: x[:, ::-1], g), s)),
-     refused("a transformation of another library", "rev")),
-    "a shape": (lambda: stateless(lambda x: x * x.shape[0]),
-     "step_in_backward: `tx`: `stateless` of another library computes something else of a layer "
-     "than of its stack, by its shape. It sees one layer at a time: use the ordinary step."),
-}  # fmt: skip
+
+
+MIXING = {name: row for name, *row in messages.read("mixing")}
 
 
 @pytest.mark.slow(one_in=2, always=["a shape-True"])
 @pytest.mark.parametrize("elementwise", [True, False])
-@pytest.mark.parametrize("name", MIX)
+@pytest.mark.parametrize("name", MIXING)
 def test_what_looks_at_more_than_an_element(name, elementwise, standard_promotion):
     """It is refused by name, with or without the promise."""
-    make, message = MIX[name]
-    assert_error(ValueError, message, call(make(), elementwise=elementwise))
+    _, message, make = MIXING[name]
+    tx = eval(make, messages.NAMES | globals())
+    assert_error(ValueError, message, call(tx, elementwise=elementwise))
 
 
 ELEMENTWISE = {
@@ -100,3 +69,19 @@ def test_a_mean_over_devices():
     of_devices = jax.vmap(step, (None, None, 0), axis_name="device")
     new, _, _ = jax.eval_shape(of_devices, params, tx.init(params), x)
     assert new["first"].shape == (2, *params["first"].shape)
+
+
+def with_a_number(tx):
+    """A step of a model in which a weight is one number, in no stack."""
+    params = {**models.params(), "scale": jnp.ones(())}
+    loss = lambda p, x: p["scale"] * models.loss({k: p[k] for k in p.keys() - {"scale"}}, x)
+    return call(tx, loss, params)
+
+
+def test_a_number_beside_arrays(standard_promotion):
+    """What is made of its gradient needs the promise, as of arrays; a rate is no weight."""
+    rates = optax.inject_hyperparams(jgrad.adam)(optax.linear_schedule(1e-2, 0.0, 5))
+    with_a_number(rates)()
+    of_number = optax.masked(optax.scale(2.0), lambda p: {name: name == "scale" for name in p})
+    with pytest.raises(ValueError, match="`scale` of another library computes updates"):
+        with_a_number(optax.chain(of_number, adam()))()
