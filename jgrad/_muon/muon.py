@@ -164,7 +164,7 @@ def _muon(
     if muon.fraction is not None:
         check_no_momentum(name, muon.fraction, muon.momentum.value)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, muon)
         if descent is None:
             return new.direction, new.mw, new.vw

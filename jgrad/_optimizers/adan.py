@@ -168,7 +168,7 @@ def _numbers_of(
     if list not in map(type, args):
         return _Numbers(of_adam, beta2, *_ahead(*args))
     of_leaves = apply(_ahead, *args)
-    return _Numbers(of_adam, beta2, *([x and x[k] for x in of_leaves] for k in range(2)))
+    return _Numbers(of_adam, beta2, *([x[k] for x in of_leaves] for k in range(2)))
 
 
 @of_one_leaf
@@ -281,7 +281,7 @@ def adan_update(
     """
     n = _numbers_of(beta1, beta2, beta3, epsilon, step)
     directions, *moments = adan_of_leaf(dcdw, mw_tm1, vw_tm1, dw_tm1, gw_tm1, n)
-    new = apply(rules.descent, [x and x[0] for x in directions], lr)
+    new = apply(rules.descent, [x[0] for x in directions], lr)
     return functional.returned(new, *moments)
 
 
