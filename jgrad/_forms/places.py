@@ -22,9 +22,9 @@ def places_by_option(inputs: Parameters, mesh_axes: PyTree) -> list[Placement | 
     kinds = list(zip(mesh.axis_names, mesh.axis_types, strict=True))
     automatic = {name for name, kind in kinds if kind == AxisType.Auto}
     manual = {name for name, kind in kinds if kind == AxisType.Manual}
-    found: list[Placement | None] = [None] * len(inputs.specs)
+    places: list[Placement | None] = [None] * len(inputs.specs)
     if not automatic | manual:
-        return found
+        return places
     axes = inputs.placements(mesh_axes)
     for i, (x, array) in enumerate(zip(inputs.reference.leaves, inputs.specs, strict=True)):
         entries = {axes.leaves[k] for k in array.positions}
@@ -46,14 +46,14 @@ def places_by_option(inputs: Parameters, mesh_axes: PyTree) -> list[Placement | 
             beside = [y for y in (x, inputs.g[i]) if y is not None]
             place = among(place, sharding.difference(invariant_axes(*beside)))
         if is_shard(place) if sharding else automatic.issuperset(entry.names):
-            found[i] = place
-    return found
+            places[i] = place
+    return places
 
 
 def places_of(inputs: Inputs, mesh_axes: PyTree) -> list[Placement | None]:
     """Those of the method's option, or else of a wrapper around it; else none."""
-    said = [] if mesh_axes is None else places_by_option(inputs, mesh_axes)
+    by_option = [] if mesh_axes is None else places_by_option(inputs, mesh_axes)
     if inputs.then is None or inputs.w is None:
-        return said
+        return by_option
     around = list(map(inputs.then.place_of, inputs.w))
-    return [x or y for x, y in zip(said, around, strict=True)] if said else around
+    return [x or y for x, y in zip(by_option, around, strict=True)] if by_option else around

@@ -57,10 +57,10 @@ COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
 _StaticAxes = tuple[tuple[Any, tuple[Any, ...]], ...]
 
 
-def _static_axes(function: str, given: Arguments) -> _StaticAxes:
+def _static_axes(function: str, arguments: Arguments) -> _StaticAxes:
     """`mesh_axes` and `layer_axes`."""
-    mesh_axes = read_mesh_axes(function, given["mesh_axes"])
-    axes = mesh_axes, read_layer_axes(function, given["layer_axes"])
+    mesh_axes = read_mesh_axes(function, arguments["mesh_axes"])
+    axes = mesh_axes, read_layer_axes(function, arguments["layer_axes"])
     return tuple((structure, tuple(x)) for x, structure in map(trees.flatten, axes))
 
 
@@ -235,9 +235,9 @@ class AlignedArguments:
                 # fine.
                 checks.broadcastable(arg, reference, rank_may_grow=reference is gradient)
             elif not (kind in ARRAYS or self._packed):
-                given = ArgLeaves.from_tree(self._function, name, self._trees[name])
-                if any(map(np.ndim, given.leaves)):
-                    checks.one_element(given)
+                arguments = ArgLeaves.from_tree(self._function, name, self._trees[name])
+                if any(map(np.ndim, arguments.leaves)):
+                    checks.one_element(arguments)
 
 
 def _none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
@@ -321,19 +321,19 @@ def run(declared: Declared) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) != len(positional) or not kwargs.keys() <= defaults.keys():
             return explained(body)(*args, **kwargs)  # an error
-        given = defaults | dict(zip(positional, args, strict=True)) | kwargs
-        checks.no_out(name, given["out"])
-        if "stop_gradients" in given:  # 1 would find the program of True
-            checks.boolean(name, "stop_gradients", given["stop_gradients"])
-        given = given if before is None else before(given)
-        named = canonicalize(name, kinds, {key: given.pop(key) for key in kinds})
-        if "layer_axes" in given:
-            given |= {"mesh_axes": None, "layer_axes": _static_axes(name, given)}
-        options = tuple(given.items())
+        arguments = defaults | dict(zip(positional, args, strict=True)) | kwargs
+        checks.no_out(name, arguments["out"])
+        if "stop_gradients" in arguments:  # 1 would find the program of True
+            checks.boolean(name, "stop_gradients", arguments["stop_gradients"])
+        arguments = arguments if before is None else before(arguments)
+        named = canonicalize(name, kinds, {key: arguments.pop(key) for key in kinds})
+        if "layer_axes" in arguments:
+            arguments |= {"mesh_axes": None, "layer_axes": _static_axes(name, arguments)}
+        options = tuple(arguments.items())
         try:
             hash(options)
             # A number of NumPy has a hash, and compares itself with texts as an array.
-            others = (x for x in given.values() if not isinstance(x, str))
+            others = (x for x in arguments.values() if not isinstance(x, str))
             is_static = not any(map(checks.is_array, others))
         except TypeError:
             is_static = False

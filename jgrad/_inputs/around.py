@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,11 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.inputs import Inputs, keeping_update
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 from jgrad._trees.told import trace_state
+
+T = TypeVar("T")
 
 
 class Commit:
@@ -43,7 +45,7 @@ class Commit:
     another library that makes other arrays, or another trace, only costs time.
 
     Attributes:
-      own: whether the wrapper itself commits the update.
+      by_this: whether the wrapper itself commits the update.
       clips: whether what overflows in a committed update is to become the largest number.
     """
 
@@ -53,7 +55,7 @@ class Commit:
         outer: "Commit | None" = None,
         *,
         clips: bool,
-        judged: Sequence[Any] | None = None,
+        judged: Sequence[jax.Array] | None = None,
         agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
     ) -> None:
         """Of one update.
@@ -65,26 +67,26 @@ class Commit:
           judged: gradients, if the flag is whether they are finite, which others may know, too.
           agreed: makes all devices decide alike.
         """
-        self.own, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
+        self.by_this, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
         self.clips: bool = clips or (outer is not None and outer.clips)
         self._joined: jax.Array | None = None
         self._judged = None if judged is None else {id(g): g for g in judged}
         # With the arrays, so that no others get their identities.
-        self._settled: dict[int, tuple[Any, Any]] = {}
-        self._heard: dict[int, Any] | None = None
+        self._settled: dict[int, tuple[Leaf, Leaf]] = {}
+        self._heard: dict[int, jax.Array] | None = None
 
     @property
     def flag(self) -> jax.Array:
         """Whether the update is committed, a bool scalar; by all wrappers around."""
         self._judged = None  # what is read stays
         if self._joined is not None or self._outer is None:
-            return self.own if self._joined is None else self._joined
-        flag = self.own & self._outer.flag
+            return self.by_this if self._joined is None else self._joined
+        flag = self.by_this & self._outer.flag
         if trace_state() == self._trace:  # otherwise it is a tracer of a branch
             self._joined = flag
         return flag
 
-    def take_finite(self, finite: jax.Array, gradients: Sequence[Any]) -> None:
+    def take_finite(self, finite: jax.Array, gradients: Sequence[jax.Array]) -> None:
         """Says whether gradients are finite, for a transformation that has their norm anyway.
 
         Taken if nothing has read the flag, and all gradients are among these; what computed it
@@ -93,7 +95,7 @@ class Commit:
         if self._outer is not None:
             self._outer.take_finite(finite, gradients)
         if self._judged is not None and self._judged.keys() <= set(map(id, gradients)):
-            self.own = self._agreed(finite)
+            self.by_this = self._agreed(finite)
 
     def settle(self, updates: PyTree) -> None:
         """Says that updates are right whatever the decision is."""
@@ -101,7 +103,7 @@ class Commit:
         if self._outer is not None:
             self._outer.settle(updates)
 
-    def keep(self, new: Sequence[Any], old: Sequence[Any]) -> None:
+    def keep(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> None:
         """Says so of leaves of a state, each in the place of its old one alone."""
         for n, o in zip(new, old, strict=True):
             if n is not None:
@@ -110,12 +112,12 @@ class Commit:
         if self._outer is not None:
             self._outer.keep(new, old)
 
-    def has_settled(self, new: Any, old: Any = None) -> bool:
+    def has_settled(self, new: Leaf, old: Leaf = None) -> bool:
         """Whether an array is right whatever the decision is, in the place of an old one."""
-        found = self._settled.get(id(new))
-        return found is not None and found[1] is old
+        settled = self._settled.get(id(new))
+        return settled is not None and settled[1] is old
 
-    def leave_out(self, gradients: Sequence[Any]) -> None:
+    def leave_out(self, gradients: Sequence[jax.Array | None]) -> None:
         """Says that these are left out of a window, here, if they are not committed."""
         sources = [origin(g).arrays[0] for g in gradients if g is not None]
         self._heard = (self._heard or {}) | {id(x): x for x in sources}
@@ -127,7 +129,7 @@ class Commit:
         """Whether something inside leaves out gradients that are not committed."""
         return self._heard is not None
 
-    def is_left_out(self, gradient: Any) -> bool:
+    def is_left_out(self, gradient: jax.Array) -> bool:
         """Whether this one is left out of a window if it is not committed."""
         return id(origin(gradient).arrays[0]) in (self._heard or {})
 
@@ -138,17 +140,17 @@ class Commit:
 class _Making(NamedTuple):
     """How a traced array was made: it, a function and its arguments, none of them kept alive."""
 
-    new: Callable[[], Any]
+    new: Callable[[], Leaf]
     function: Function
-    arguments: tuple[Callable[[], Any], ...]
+    arguments: tuple[Callable[[], Leaf], ...]
 
 
 # By the identity of each new array, for its lifetime. A trace keeps its arrays, so it would never
 # be freed if one were kept here.
-_made: dict[int, _Making] = {}
+_makings: dict[int, _Making] = {}
 
 
-def made_of(new: Any, function: Function, old: Any, *numbers: Any) -> Any:
+def made_of(new: T, function: Function, old: Leaf, *numbers: Leaf) -> T:
     """Says that an array is `function(old, *numbers)`, of what a kernel may read in its place.
 
     So a clipped gradient need not be written. It is remembered as long as a trace has the arrays.
@@ -161,26 +163,26 @@ def made_of(new: Any, function: Function, old: Any, *numbers: Any) -> Any:
     """
     if isinstance(new, jax.core.Tracer) and new is not old:
         key = id(new)
-        alive = weakref.ref(new, lambda _: _made.pop(key, None))
-        _made[key] = _Making(alive, function, tuple(map(_held, (old, *numbers))))
+        alive = weakref.ref(new, lambda _: _makings.pop(key, None))
+        _makings[key] = _Making(alive, function, tuple(map(_held, (old, *numbers))))
     return new
 
 
-def _held(x: Any) -> Callable[[], Any]:
+def _held(x: Leaf) -> Callable[[], Leaf]:
     """Returns an argument. One that is traced is as long there as its trace needs it."""
     return weakref.ref(x) if isinstance(x, jax.core.Tracer) else lambda: x
 
 
-def _making(array: Any) -> tuple[Function, list[Any]] | None:
+def _making(array: Leaf) -> tuple[Function, list[Leaf]] | None:
     """What an array was made by and of; None where nothing is known."""
-    made = _made.get(id(array))
-    if made is None or made.new() is not array:
+    making = _makings.get(id(array))
+    if making is None or making.new() is not array:
         return None
-    arguments = [x() for x in made.arguments]
-    return None if any(x is None for x in arguments) else (made.function, arguments)
+    arguments = [x() for x in making.arguments]
+    return None if any(x is None for x in arguments) else (making.function, arguments)
 
 
-def run_and_say(calls: Sequence[Call]) -> list[Any]:
+def run_and_say(calls: Sequence[Call]) -> list[Leaf]:
     """The result of each call of an elementwise rule, where a kernel may compute it itself."""
     results = leafwise.run(calls)
     for call, new in zip(calls, results, strict=True):
@@ -201,10 +203,10 @@ class Origin:
       functions: one after the other, each of an array and of so many numbers.
     """
 
-    arrays: tuple[Any, ...]
+    arrays: tuple[Leaf, ...]
     functions: tuple[tuple[Function, int], ...] = dataclasses.field(metadata={"static": True})
 
-    def array(self) -> Any:
+    def array(self) -> Leaf:
         """The array, made again."""
         x, *numbers = self.arrays
         for function, count in self.functions:
@@ -212,12 +214,12 @@ class Origin:
         return x
 
 
-def origin(array: Any) -> Origin:
+def origin(array: Leaf) -> Origin:
     """Of an array; of one of which nothing was said, the array itself."""
     functions: list[tuple[Function, int]] = []
-    numbers: tuple[Any, ...] = ()
-    while (made := _making(array)) is not None:
-        function, (array, *numbers_here) = made
+    numbers: tuple[Leaf, ...] = ()
+    while (making := _making(array)) is not None:
+        function, (array, *numbers_here) = making
         functions.insert(0, (function, len(numbers_here)))
         numbers = (*numbers_here, *numbers)
     return Origin((array, *numbers), tuple(functions))
@@ -228,13 +230,13 @@ def in_float32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
-def narrow(array: Any) -> Any:
+def narrow(array: Leaf) -> Leaf:
     """The array of which this one is the same in float32, or this one.
 
     XLA writes what a branch reads, as the rare one that repeats norms.
     """
-    made = _making(array)
-    return array if made is None or made[0] is not in_float32 else made[1][0]
+    making = _making(array)
+    return array if making is None or making[0] is not in_float32 else making[1][0]
 
 
 # ---- what follows --------------------------------------------------------------------------------
@@ -251,8 +253,8 @@ class Rest(NamedTuple):
     """
 
     function: Callable[..., tuple[jax.Array, ...]]
-    args: tuple[Any, ...]
-    replaces: tuple[Any, ...]
+    args: tuple[PyTree, ...]
+    replaces: tuple[jax.Array | None, ...]
 
     def followed_by(
         self, finishing: tuple[Function, tuple[jax.Array, ...]], after: "Rest | None"
@@ -272,8 +274,10 @@ def _nothing(update: jax.Array) -> tuple[jax.Array, ...]:
 
 @functools.cache  # one function object for each choice, so that JAX's caches find it again
 def _both(function: Function, finish: Function, after: Function) -> Function:
-    def both(update: jax.Array, own: Any, flag: Any, later: Any) -> tuple[jax.Array, ...]:
-        *kept, new = function(update, *own)
+    def both(
+        update: jax.Array, args: PyTree, flag: tuple[jax.Array, ...], later: PyTree
+    ) -> tuple[jax.Array, ...]:
+        *kept, new = function(update, *args)
         new = finish(new, *flag)
         return (*kept, new, *after(new, *later))
 
@@ -289,7 +293,7 @@ class Then:
 
     def __init__(
         self,
-        weights: Sequence[Any],
+        weights: Sequence[Leaf],
         rest: Callable[[int], Rest | None],
         places: Sequence[Placement | None] = (),
         outer: "Then | None" = None,
@@ -308,27 +312,27 @@ class Then:
         self._index: dict[int, int | None] = {}
         for i, w in enumerate(self._weights):
             self._index[id(w)] = None if id(w) in self._index else i  # of two it may be either
-        self._results: dict[int, tuple[Any, tuple[jax.Array, ...]]] = {}
+        self._results: dict[int, tuple[Leaf, tuple[jax.Array, ...]]] = {}
 
-    def of(self, weight: Any) -> Rest | None:
+    def of(self, weight: Leaf) -> Rest | None:
         """What is done with the update of a parameter."""
         i = self._index.get(id(weight))
         return None if i is None or trace_state() != self._trace else self._rest(i)
 
-    def place_of(self, weight: Any) -> Placement | None:
+    def place_of(self, weight: Leaf) -> Placement | None:
         """How a parameter is sharded."""
         i = self._index.get(id(weight))
         return self._places[i] if self._places and i is not None else None
 
-    def note(self, update: Any, results: tuple[jax.Array, ...]) -> None:
+    def note(self, update: Leaf, results: tuple[jax.Array, ...]) -> None:
         """Says what was made of an update."""
         self._results[id(update)] = update, results
 
-    def new_weight(self, update: Any) -> jax.Array | None:
+    def new_weight(self, update: Leaf) -> jax.Array | None:
         """The first array that was made of an update: if it is a weight, that after it."""
         return next(iter(self._results.get(id(update), (None, ()))[1]), None)
 
-    def results(self, update: Any, count: int = 1) -> tuple[jax.Array, ...] | None:
+    def results(self, update: Leaf, count: int = 1) -> tuple[jax.Array, ...] | None:
         """The first arrays that were made of an update; None where the wrapper has to do it.
 
         The last of them is an update of the wrapper itself, of which the one around is told.
@@ -343,10 +347,10 @@ class Then:
 
 def rest(inputs: Inputs, i: int) -> Rest | None:
     """What a wrapper does next with the update of an array."""
-    found: Rest | None = None
+    follows: Rest | None = None
     if inputs.then is not None and inputs.w is not None:
-        found = inputs.then.of(inputs.w[i])
-    return found
+        follows = inputs.then.of(inputs.w[i])
+    return follows
 
 
 def finishing(inputs: Inputs, i: int) -> tuple[Function, tuple[jax.Array, ...]]:

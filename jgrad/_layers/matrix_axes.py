@@ -296,7 +296,9 @@ def on_matrices(
 ) -> list[Leaf]:
     """The rule of the entries of each array."""
     rows = zip(axes, *columns, strict=True)
-    return leafwise.run([(leafwise.fixed(rule, axes=of, **options), tuple(x)) for of, *x in rows])
+    return leafwise.run(
+        [(leafwise.fixed(rule, axes=where, **options), tuple(x)) for where, *x in rows]
+    )
 
 
 def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:

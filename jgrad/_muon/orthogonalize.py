@@ -98,8 +98,8 @@ def orthogonalize(
         if not checks.is_inexact(leaf):
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
-    of_outputs = read_layer_axes(_NAME, output_axes, "output_axes")
-    outputs = ArgLeaves.from_prefix(_NAME, "output_axes", of_outputs, "x", x)
+    axes_given = read_layer_axes(_NAME, output_axes, "output_axes")
+    outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes_given, "x", x)
     arg, stacked, outputs = (x.at(there) for x in (arg, stacked, outputs))
     chosen = arg._replace(leaves=[True] * len(there))
     layers = matrix_options.layers_of(chosen, stacked, arg)
@@ -136,9 +136,9 @@ def orthogonalized(
     """
 
     def compute(*runs: Any) -> tuple[list[jax.Array]]:
-        return (_of_whole_matrices(steps, *runs),)
+        return (_on_whole_matrices(steps, *runs),)
 
-    return _of_runs(function, arrays, axes, shard_over, compute)[0]
+    return _on_runs(function, arrays, axes, shard_over, compute)[0]
 
 
 def orthogonalized_rows(
@@ -166,15 +166,15 @@ def orthogonalized_rows(
     """
 
     def compute(
-        runs: Sequence[jax.Array], of_runs: Sequence[MatrixAxes], dealing: Dealing | None
+        runs: Sequence[jax.Array], run_axes: Sequence[MatrixAxes], dealing: Dealing | None
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        chosen = [rows.Rows.of(of, fraction, are_outputs=of_outputs) for of in of_runs]
-        return _of_rows(steps, runs, chosen, dealing)
+        chosen = [rows.Rows.of(of, fraction, are_outputs=of_outputs) for of in run_axes]
+        return _on_rows(steps, runs, chosen, dealing)
 
-    return _of_runs(function, arrays, axes, shard_over, compute)
+    return _on_runs(function, arrays, axes, shard_over, compute)
 
 
-def _of_runs(
+def _on_runs(
     function: str,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],
@@ -194,9 +194,9 @@ def _of_runs(
     dealing = mesh_with(function, arrays, shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, dealing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
-    of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
+    run_axes = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
     lists = []
-    for column in compute(runs, of_runs, dealing):
+    for column in compute(runs, run_axes, dealing):
         remaining, new = iter(column), []
         for (x, of), (_, moved) in zip(pairs, ready, strict=True):
             o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
@@ -235,7 +235,7 @@ def _moved(x: jax.Array, mesh: Mesh, start: MeshAxesPerAxis, to: MeshAxesPerAxis
 # ---- some rows of each matrix ------------------------------------------------------------------
 
 
-def _of_rows(
+def _on_rows(
     steps: Function, arrays: Sequence[jax.Array], chosen: Sequence[Rows], dealing: Dealing | None
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The rows that are taken, orthogonalized, and which they are.
@@ -254,18 +254,18 @@ def _of_rows(
     back: list[tuple[list[int], Callable[[list[jax.Array]], list[jax.Array]]]] = []
     for members in alike.values():
         of = chosen[members[0]]
-        found, masks, where, put_back = _compact([arrays[i] for i in members], of, dealing)
+        compacted, masks, where, put_back = _compact([arrays[i] for i in members], of, dealing)
         back.append((members, put_back))
         slots, *columns = where.shape[len(where.stacked) :]
         key = (of.count, slots > math.prod(columns)) if slots > of.count else None
         groups[key] += members
-        for i, x, mask in zip(members, found, masks, strict=True):
+        for i, x, mask in zip(members, compacted, masks, strict=True):
             few[i], axes[i] = x, where
             is_taken[i] = sharded_as(jnp.broadcast_to(mask, new[i].shape), new[i])
     for key, members in groups.items():
-        of_few = steps if key is None else rows.on_few_rows(steps, key[0], are_columns=key[1])
-        own = [few[i] for i in members], [axes[i] for i in members]
-        few |= zip(members, _of_whole_matrices(of_few, *own, dealing), strict=True)
+        on_few = steps if key is None else rows.on_few_rows(steps, key[0], are_columns=key[1])
+        together = [few[i] for i in members], [axes[i] for i in members]
+        few |= zip(members, _on_whole_matrices(on_few, *together, dealing), strict=True)
     for members, put_back in back:
         for i, x in zip(members, put_back([few[i] for i in members]), strict=True):
             new[i] = x
@@ -291,23 +291,23 @@ def _compact(
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
     per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
-    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes, per_row))
+    whole, few_spec, mask_spec = map(partition_spec, (known, axes.mesh_axes, per_row))
     on_each = functools.partial(jax.shard_map, mesh=dealing.mesh, check_vma=False)
 
     def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         masks = rows.largest(arrays, rows=local)
         return rows.compact(arrays, masks, rows=local), masks
 
-    few, masks = on_each(first, in_specs=whole, out_specs=(of_few, of_mask))(arrays)
+    few, masks = on_each(first, in_specs=whole, out_specs=(few_spec, mask_spec))(arrays)
     spread = functools.partial(rows.spread, rows=local)
-    put_back = on_each(spread, in_specs=(of_few, of_mask), out_specs=whole)
+    put_back = on_each(spread, in_specs=(few_spec, mask_spec), out_specs=whole)
     return few, masks, axes, lambda new: put_back(new, masks)
 
 
 # ---- whole matrices ----------------------------------------------------------------------------
 
 
-def _of_whole_matrices(
+def _on_whole_matrices(
     steps: Function,
     arrays: Sequence[jax.Array],
     axes: Sequence[MatrixAxes],

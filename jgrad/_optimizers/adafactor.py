@@ -234,16 +234,21 @@ def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
     """Of each leaf that is factored, where its matrices are; an error if it is packed."""
     leaves, structure = trees.flatten(inputs.shapes)
     stacked = layer_options.stacked_axes(inputs, chosen.layer_axes).leaves
-    counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
+    counts = [
+        0 if x is None else len(where.values) for x, where in zip(leaves, stacked, strict=True)
+    ]
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
             counts[i] = max(counts[i], len(span.layers.stacked))
     is_matrix = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
     mask = structure.unflatten(is_matrix)
-    found = matrix_options.find(
+    matrices = matrix_options.find(
         inputs, mask, chosen.output_axes, chosen.layer_axes, chosen.mesh_axes, None
     )
-    factored = [None if of is None or min(of.whole.sizes) < chosen.min_side else of for of in found]
+    factored = [
+        None if where is None or min(where.whole.sizes) < chosen.min_side else where
+        for where in matrices
+    ]
     for spec in inputs.specs:
         for i in () if spec.is_unpacked else filter(factored.__getitem__, spec.positions):
             arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
@@ -279,9 +284,9 @@ def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call]
     factors = rows, columns, floors
     roots = matrix_axes.on_matrices(_inverse_roots, axes, *factors, rule=chosen.rule)
     by_factors: list[Call] = []
-    for x, of, ab, floor in zip(matrix_gradients, axes, roots, floors, strict=True):
+    for x, where, ab, floor in zip(matrix_gradients, axes, roots, floors, strict=True):
         by = _by_bounded_factors if is_torch else _by_factors
-        bounded = leafwise.fixed(by, terms=_terms(x, of))
+        bounded = leafwise.fixed(by, terms=_terms(x, where))
         by_factors.append((bounded, (x, *ab, floor) if is_torch else (x, *ab)))
 
     others, floors = leafwise.at((g, least), both.second)
@@ -346,21 +351,21 @@ def _factors(inputs: Inputs, u: Sequence[Call], chosen: _Options) -> list[list[j
         return factors
     roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in in_order]
     sizes = norms.in_batches(layers, roots)
-    found = norms.layer_norms(layers, *measured)
-    for rule, bound, batches in zip(rules_of, least, found, strict=True):
-        made = [
+    sizes_now = norms.layer_norms(layers, *measured)
+    for rule, bound, batches in zip(rules_of, least, sizes_now, strict=True):
+        numbers_here = [
             rule(x, jnp.concatenate(size), jnp.asarray(bound))
             for x, size in zip(batches, sizes, strict=True)
         ]
-        for i, x in zip(in_order, norms.split(layers, made), strict=True):
+        for i, x in zip(in_order, norms.split(layers, numbers_here), strict=True):
             factors[i].append(x)
     return factors
 
 
 def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
     """1 / sqrt(elements) of each layer, of all devices that have a part of it."""
-    of_shard = () if spec.shard is None else spec.shard.axes
-    names = tuple(name for name in layers.mesh_axes if name not in of_shard)
+    shard_axes = () if spec.shard is None else spec.shard.axes
+    names = tuple(name for name in layers.mesh_axes if name not in shard_axes)
     devices = jax.lax.psum(1, names) if names else 1
     sizes = [
         max(1, leaf.layer_size * devices)
@@ -506,11 +511,11 @@ def adafactor(
             rates = [jnp.minimum(x, most.astype(x.dtype)) for x in rates]
         columns = zip(leafwise.run(u), _factors(inputs, u, chosen), rates, strict=True)
         d = leafwise.run([(rules.scale_by, (x, *by, rate)) for x, by, rate in columns])
-        of_update = Descent(decay, all_rates, weight_decay_rule, has_rate=True)
+        descent_now = Descent(decay, all_rates, weight_decay_rule, has_rate=True)
         if (beta := kinds.momentum_of(buffer, inputs, step)) is None:
-            return of_update.updates(d, inputs.w), vw
+            return descent_now.updates(d, inputs.w), vw
         mw = step.moments["mw"]
-        updates, mw = average_of_leaf.update(inputs, d, mw, beta, descent=of_update)
+        updates, mw = average_of_leaf.update(inputs, d, mw, beta, descent=descent_now)
         return updates, mw, vw
 
     return transformation(

@@ -129,8 +129,8 @@ def read(
             kind = "None" if y is None else f"an array of {y.dtype}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {kind}; {OTHER_LEAVES}")
     checks.same_shapes(arg, expected)
-    found = trees.flatten(like)[1].unflatten(arg.leaves)
-    entries = _structure(inputs).flatten_up_to(found)
+    tree = trees.flatten(like)[1].unflatten(arg.leaves)
+    entries = _structure(inputs).flatten_up_to(tree)
     return [
         None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries
     ]
@@ -145,8 +145,8 @@ def _per_leaf(inputs: Parameters) -> list[Leaf]:
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
     """The factors as the state has them."""
-    of_leaves = [x if x is None or len(x) > 1 else x[0] for x in entries]
-    return _structure(inputs).unflatten(of_leaves)
+    leaves = [x if x is None or len(x) > 1 else x[0] for x in entries]
+    return _structure(inputs).unflatten(leaves)
 
 
 def _structure(inputs: Parameters) -> Structure:
@@ -163,7 +163,7 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
 
-    def of_run(run: MatrixAxes) -> SoapFactors:
+    def run_factors(run: MatrixAxes) -> SoapFactors:
         *stack, rows, columns = run.as_matrices.shape
         both = [
             jax.ShapeDtypeStruct((*stack, n, n), dtype) if 0 < n <= max_side else None
@@ -171,27 +171,27 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
         ]
         return SoapFactors(*both, *both)
 
-    return tuple(map(of_run, matrix_axes.pieces(axes.whole)))
+    return tuple(map(run_factors, matrix_axes.pieces(axes.whole)))
 
 
-def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Leaf) -> Array:
+def _begun(x: jax.Array, axes: MatrixAxes, name: str, like: Leaf) -> Array:
     """Computed from the parameter, so that it is on its mesh, with layers sharded as they are."""
-    if of is None:
+    if like is None:
         return None
-    size = of.shape[-1]
+    size = like.shape[-1]
     is_basis = name.endswith("basis")
-    one = jnp.eye(size, dtype=of.dtype) if is_basis else jnp.zeros((size, size), of.dtype)
-    start = jnp.broadcast_to(one, of.shape)
+    one = jnp.eye(size, dtype=like.dtype) if is_basis else jnp.zeros((size, size), like.dtype)
+    start = jnp.broadcast_to(one, like.shape)
     within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
-    zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
-    if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
+    zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
+    if zeros.shape != like.shape[:-2]:  # blocks are counted there as well
         zeros = jnp.sum(zeros)
     gathered_over = axes.gathered_over
     if gathered_over:  # types then say, as after an update, that it is whole
         zeros = jax.lax.psum(zeros, gathered_over)
     while zeros.ndim < start.ndim:
         zeros = zeros[..., None]
-    return start + jnp.broadcast_to(zeros, of.shape)
+    return start + jnp.broadcast_to(zeros, like.shape)
 
 
 # ---- what they make of a gradient --------------------------------------------------------------
@@ -210,19 +210,19 @@ class Matrices(NamedTuple):
 
     def rotated(self, arrays: Sequence[jax.Array], *, into: bool) -> list[jax.Array]:
         """P^H X Q of each matrix, or P X Q^H."""
-        return self._of_each([leafwise.fixed(_rotated, into=into)] * len(arrays), arrays)
+        return self._on_each([leafwise.fixed(_rotated, into=into)] * len(arrays), arrays)
 
     def noise(self, m: Sequence[jax.Array], stored: Sequence[Leaf]) -> list[jax.Array]:
         """What rounding adds to P^H M Q: of each matrix a number, at each of its elements."""
         functions = [leafwise.fixed(_noise, rounding=_rounding(x)) for x in stored]
-        return self._of_each(functions, m)
+        return self._on_each(functions, m)
 
-    def _of_each(
+    def _on_each(
         self, functions: Sequence[Function], arrays: Sequence[jax.Array]
     ) -> list[jax.Array]:
         calls: list[Call] = []
-        for f, x, axes, own in zip(functions, arrays, *self, strict=True):
-            sides = [(run.left_basis, run.right_basis) for run in own]
+        for f, x, axes, runs in zip(functions, arrays, *self, strict=True):
+            sides = [(run.left_basis, run.right_basis) for run in runs]
             calls.append((leafwise.fixed(f, axes=axes.whole), (axes.gathered(x), sides)))
         pairs = zip(leafwise.run(calls), self.axes, strict=True)
         return [axes.local_part(x) for x, axes in pairs]
@@ -231,13 +231,13 @@ class Matrices(NamedTuple):
         """With the averages behind this gradient."""
         calls: list[Call] = []
         numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
-        for x, axes, own, *both in zip(g, *self, *numbers, strict=True):
-            sides = [(run.left, run.right) for run in own]
+        for x, axes, runs, *both in zip(g, *self, *numbers, strict=True):
+            sides = [(run.left, run.right) for run in runs]
             arguments = axes.gathered(x), sides, *both
             calls.append((leafwise.fixed(_averages, axes=axes.whole), arguments))
         new: list[OfLeaf] = []
-        for own, averages in zip(self.factors, leafwise.run(calls), strict=True):
-            pairs = zip(own, averages, strict=True)
+        for runs, averages in zip(self.factors, leafwise.run(calls), strict=True):
+            pairs = zip(runs, averages, strict=True)
             new.append(tuple(run._replace(left=x, right=y) for run, (x, y) in pairs))
         return self._replace(factors=new)
 
@@ -250,7 +250,7 @@ class Matrices(NamedTuple):
             if side.basis is not None
         ]
         new = iter(bases.refreshed(function, sides, what, shard_over))
-        turned = [tuple(_with_bases(run, new) for run in own) for own in self.factors]
+        turned = [tuple(_with_bases(run, new) for run in runs) for runs in self.factors]
         return self._replace(factors=turned)
 
 
@@ -269,7 +269,7 @@ def _rotated(x: jax.Array, sides: Sides, *, axes: MatrixAxes, into: bool) -> jax
         y = y if left is None else product(left, y, adjoint_x=into)
         return y if right is None else product(y, right, adjoint_y=not into)
 
-    return _of_runs(rotated, x, sides, axes)
+    return _on_runs(rotated, x, sides, axes)
 
 
 def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> jax.Array:
@@ -278,12 +278,12 @@ def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> 
     def noise(y: jax.Array, left: Array, right: Array) -> jax.Array:
         if left is None and right is None:
             return jnp.zeros_like(y)
-        of_products = float(jnp.finfo(y.dtype).eps) * max(y.shape[-2:]) ** 0.5
+        product_rounding = float(jnp.finfo(y.dtype).eps) * max(y.shape[-2:]) ** 0.5
         squares = numerics.abs_squared(jax.lax.stop_gradient(y))
         rms = jnp.sqrt(jnp.mean(squares, axis=(-2, -1), keepdims=True))
-        return jnp.broadcast_to(max(rounding, of_products) * rms, y.shape).astype(y.dtype)
+        return jnp.broadcast_to(max(rounding, product_rounding) * rms, y.shape).astype(y.dtype)
 
-    return _of_runs(noise, m, sides, axes)
+    return _on_runs(noise, m, sides, axes)
 
 
 def _rounding(stored: Leaf) -> float:
@@ -292,12 +292,12 @@ def _rounding(stored: Leaf) -> float:
     return 2 * float(jnp.finfo(stored.dtype).eps) if form is None else form.precision
 
 
-def _of_runs(
+def _on_runs(
     function: Callable[..., jax.Array], x: jax.Array, sides: Sides, axes: MatrixAxes
 ) -> jax.Array:
     """`function(matrices, left, right)` of each run of blocks, as an array like `x`."""
 
-    def of_all(x: jax.Array, sides: Sides) -> jax.Array:
+    def on_all(x: jax.Array, sides: Sides) -> jax.Array:
         runs = []
         for y, run, pair in zip(*_runs(x, axes), sides, strict=True):
             real = numerics.real_dtype(y)
@@ -305,7 +305,7 @@ def _of_runs(
             runs.append(run.as_matrices.back(function(y, *wide)))
         return matrix_axes.joined(runs, axes, x.shape)
 
-    return _automatic(of_all, jax.typeof(x).sharding, x, sides)
+    return _automatic(on_all, jax.typeof(x).sharding, x, sides)
 
 
 def _averages(

@@ -163,7 +163,7 @@ class _Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-def _of_matrices(
+def _matrix_updates(
     inputs: Inputs,
     step: Step,
     soap: _Options,
@@ -176,7 +176,7 @@ def _of_matrices(
 
     Of matrices alone are gradients, numbers and moments.
     """
-    sizes = [math.prod(of.whole.shape) for of in old.axes]
+    sizes = [math.prod(where.whole.shape) for where in old.axes]
     pairs = zip(g, sizes, strict=True)
     g = leafwise.run([(leafwise.fixed(_bounded, size=size), (x,)) for x, size in pairs])
 
@@ -184,10 +184,10 @@ def _of_matrices(
     first, second = moments
     m, mw = average_of_leaf(g, first, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
-    of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
-    of_adam = of_adam._replace(beta2=_held(is_first, n.beta2))
+    adam_numbers = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
+    adam_numbers = adam_numbers._replace(beta2=_held(is_first, n.beta2))
     in_bases = old.rotated(g, into=True), old.rotated(m, into=True)
-    x, vw = _adam_in_bases(*in_bases, second, of_adam)
+    x, vw = _adam_in_bases(*in_bases, second, adam_numbers)
     x = leafwise.apply(_above_noise, x, in_bases[1], old.noise(m, first.old))
     direction = old.rotated(x, into=False)
     if soap.first_step == "adam":
@@ -214,7 +214,7 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
 
 
-def _of_adam(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> adam_of.Numbers:
+def _adam_numbers(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> adam_of.Numbers:
     """The numbers of all other leaves, which are SOAP's where they are not given."""
     first, second, added = soap.adam_beta1, soap.adam_beta2, soap.adam_epsilon
     return adam_of.numbers_of(
@@ -241,11 +241,11 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, leaves))
     moments = list(step.moments.values())
     arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
-    new = _of_matrices(inputs, step, soap, old, *arguments)
+    new = _matrix_updates(inputs, step, soap, old, *arguments)
     others, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
         *(x.at(both.second) for x in moments),
-        leafwise.at(_of_adam(soap, inputs, step, n), both.second),
+        leafwise.at(_adam_numbers(soap, inputs, step, n), both.second),
     )
     direction, signs = (both.together(new.direction, [x[k] for x in others]) for k in (0, 1))
 
@@ -257,8 +257,8 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
         skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
         updates = both.together(skipped, parts[1])
     factors_of_leaves = dict(enumerate(step.more)) | dict(zip(leaves, new.factors, strict=True))
-    of_factors = tree_of(inputs, list(factors_of_leaves.values()))
-    return updates, both.together(new.mw, mw), both.together(new.vw, vw), of_factors
+    factors = tree_of(inputs, list(factors_of_leaves.values()))
+    return updates, both.together(new.mw, mw), both.together(new.vw, vw), factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

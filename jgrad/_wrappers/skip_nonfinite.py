@@ -235,7 +235,7 @@ def _committed(
     # What was told inwards is this decision, unless something was found since.
     commit = new.commit if works is True else None
     results = decisions.decided(use, new.results, (inputs.zeros(), old), commit, clips=clips)
-    return new.commit.own & works, *results
+    return new.commit.by_this & works, *results
 
 
 def _works(

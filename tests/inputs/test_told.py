@@ -361,21 +361,21 @@ def test_a_trace_that_fails_is_forgotten(wrap):
         raise ZeroDivisionError
 
     for _ in range(2):
-        before = dict(around._made)
+        before = dict(around._makings)
         with pytest.raises(ZeroDivisionError):
             jax.make_jaxpr(fails)(w, state, w)
     gc.collect()
     assert traced[1]() is None
-    assert around._made.keys() <= before.keys()
+    assert around._makings.keys() <= before.keys()
 
 
 @pytest.mark.usefixtures("only_new_objects")
 def test_an_init_that_cannot_try_an_update_is_forgotten():
     tx = optax.chain(jgrad.clip_by_global_norm(1.0), ADAM, optax.contrib.reduce_on_plateau())
-    before = dict(around._made)
+    before = dict(around._makings)
     jgrad.watch(tx).init(W)
     gc.collect()
-    assert around._made.keys() <= before.keys()
+    assert around._makings.keys() <= before.keys()
 
 
 def test_who_follows_looks_at_each_leaf_once(monkeypatch):
