@@ -36,7 +36,7 @@ def near(files: Iterable[str]) -> dict[str, set[str]]:
         path = pathlib.PurePath(file)
         if path.parts[:2] in OF_METHODS or file in ("jgrad/__init__.py", "tests/cases.py"):
             wholes.update(METHOD)
-        if path.parts[0] == "tests":
+        if path.parts[0] == "tests" or path.name.startswith("test_"):
             wholes.add(file if path.name.startswith("test_") else "tests/test_house.py")
             continue
         if path.parts[0] != "jgrad":

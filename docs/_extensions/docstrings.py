@@ -61,9 +61,9 @@ def marked(text: str, name: str) -> str:
     """Prose with links to public names, and without characters that would mean something else."""
 
     def new(found: re.Match[str]) -> str:
-        code = found[1]
-        if code is None:
+        if found[1] is None:
             return f"\\{found[0]}"
+        code = " ".join(found[1].split())  # napoleon reads a role to the end of its line
         other = public_name(code)
         is_link = other and name != f"jgrad.{other}"
         role = f":py:obj:`{code} <jgrad.{other}>`" if is_link else f"``{code}``"

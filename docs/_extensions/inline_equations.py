@@ -15,14 +15,15 @@ from sphinx.application import Sphinx
 
 _NAMES = r"[B-HJ-Zb-z]|[a-z]+(?:_[a-z]+)+|average|ratio|beta\d?|epsilon|delta|eta"
 _NAME = rf"(?:learning_rate direction|{_NAMES})(?![\w-])(?:'+(?!\w))?"
+_GAP = r"(?: |\n *)"  # a line may end within a term
 _NUMBER = r"\d+(?:\.\d+)?(?![\w.])"
 _CALL = r"(?:sqrt|diag|RMS|min|max)\([^()`]*\)"
-_GROUP = rf"\((?:{_NAME}|{_NUMBER}|[-+/^ ])+\)"
+_GROUP = rf"\((?:{_NAME}|{_NUMBER}|[-+/^]|{_GAP})+\)"
 _POWER = r"(?:\^(?:-?[A-Za-z\d]+|\([^()]*\)))?"
 _FACTOR = rf"(?:\|[\w'. /]+\||{_CALL}|{_GROUP}|{_NAME}|{_NUMBER}){_POWER}"
 # Of factors that stand side by side or have a sign between them, at least one is no plain number.
 TERM = re.compile(
-    rf"(?<![\w`'\u2019\"./\\\[=-])(?<!\w\(){_FACTOR}(?:(?:\s?(?:[-+/=<]|<=)\s|\s){_FACTOR})*"
+    rf"(?<![\w`'\u2019\"./\\\[=-])(?<!\w\(){_FACTOR}(?:(?:{_GAP}?(?:[-+/=<]|<=){_GAP}|{_GAP}){_FACTOR})*"
     r"(?![\w`\u2019\"/\[=(-])"
 )
 _MARK = re.compile(r"['^=|<]|sqrt|\b[B-HJ-Zb-z]\b|\beta\b|\bdelta\b")

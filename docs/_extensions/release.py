@@ -56,7 +56,8 @@ UPGRADE = """\
 # From {old} to {new}
 
 This table lists what you have to change in code that was written for {old}.
-[The changelog](/repository/CHANGELOG.md) says what else is new.
+[The changelog](/repository/CHANGELOG.md) says what else is new, and has the tables of earlier
+versions.
 
 {table}
 """

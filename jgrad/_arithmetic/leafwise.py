@@ -5,9 +5,8 @@ of a second. Here, leaves of the same shape share a nested `jax.jit`, sixteen at
 JAX caches. XLA inlines the calls, so the compiled program stays the same. In eager mode, sixteen
 leaves need one dispatch.
 
-A list has an entry for each leaf; anything else is a scalar that all leaves share. If an entry is
-`None`, there is nothing to compute, and the result is `None`. Results are in float32 or float64,
-not yet in the dtypes of state and parameters.
+A list has an entry for each leaf; anything else is a scalar that all leaves share. Results are in
+float32 or float64, not yet in the dtypes of state and parameters.
 """
 
 import collections
@@ -101,16 +100,13 @@ def identity(x: R) -> R:
     return x
 
 
-def run(calls: Sequence[Call | None]) -> list[PyTree]:
-    """The result of each call; `None` for `None`. Equal calls are made once."""
+def run(calls: Sequence[Call]) -> list[PyTree]:
+    """The result of each call. Equal calls are made once."""
     results: list[PyTree] = [None] * len(calls)
     first: dict[Hashable, int] = {}
     repeated: dict[int, int] = {}
     alike: dict[tuple[Any, ...], list[tuple[int, list[Leaf]]]] = collections.defaultdict(list)
-    for i, call in enumerate(calls):
-        if call is None:
-            continue
-        f, arguments = call
+    for i, (f, arguments) in enumerate(calls):
         if f is identity:
             results[i] = arguments[0]
             continue
@@ -193,12 +189,16 @@ def zip_leaves(*args: PerLeaf) -> list[tuple[Leaf, ...]]:
     return list(zip(*(per_leaf(x, count) for x in args), strict=True))
 
 
-def calls(rule: Function, *args: PerLeaf) -> list[Call | None]:
-    """The call of `rule` on each leaf's entries."""
-    rows = zip_leaves(*args)
-    return [None if type(None) in map(type, row) else (rule, row) for row in rows]
+def at(x: PyTree, rows: Sequence[int]) -> PyTree:
+    """The entries of some leaves, by their positions: of a list, and of each list in a tuple."""
+    if isinstance(x, list):
+        return list(map(x.__getitem__, rows))
+    if isinstance(x, tuple):
+        entries = [at(y, rows) for y in x]
+        return type(x)(*entries) if hasattr(x, "_fields") else tuple(entries)
+    return x
 
 
 def apply(rule: Function, *args: PerLeaf) -> list[PyTree]:
     """`rule` of each leaf's entries."""
-    return run(calls(rule, *args))
+    return run([(rule, row) for row in zip_leaves(*args)])

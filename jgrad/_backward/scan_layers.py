@@ -52,9 +52,10 @@ def scan_layers(
     one, each as soon as its gradient is known, so the gradients of all layers never exist at the
     same time.
 
-    Layers and `xs` may lie in host memory. Each is fetched for its turn, so that a forward pass, as
-    in evaluation or generation, has one layer on the device. In an ordinary `jax.grad` a layer is
-    fetched again in the backward pass, and the gradients of the layers lie on the host, too.
+    Layers and `xs` may lie in host memory. Each layer is fetched when its turn comes, so that a
+    forward pass, as in evaluation or generation, has one layer on the device. In an ordinary
+    `jax.grad`, it is fetched again in the backward pass, and the gradients of the layers lie on the
+    host, too.
 
     In such a loss, each leaf of `layers` has to be one of the parameters, either as it is, or cast,
     transposed or reshaped as a whole: `w.reshape(6, 2, *w.shape[1:])` has two of twelve layers in
@@ -129,9 +130,13 @@ def scan_layers(
     def body(carry: PyTree, turn: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         layer, x = map(host_memory.to_device, turn)
         result = block(layer, carry) if xs is None else block(layer, carry, x)
+        is_pair = isinstance(result, tuple) and len(result) == 2
         if not has_ys:
+            if is_pair and trees.flatten(result)[1] != trees.flatten(carry)[1]:
+                expected = "a new carry; with `has_ys=True`, it returns `(carry, y)`"
+                raise TypeError(f"{_NAME}: `block` returns a pair, expected {expected}.")
             return result, None
-        if not (isinstance(result, tuple) and len(result) == 2):
+        if not is_pair:
             came = "an array" if checks.is_array(result) else type(result).__name__
             expected = "`(carry, y)`, as `has_ys=True` says"
             raise TypeError(f"{_NAME}: `block` returns {came}, expected {expected}.")

@@ -113,16 +113,16 @@ def step_in_backward(
     together. In an ordinary step they do, because a scan over layers returns them as one stack,
     and XLA keeps that until the last layer is done. Here a loop goes backwards over the layers: it
     reads the weights and moments of one layer, computes its gradient, and writes the new weights
-    and moments in their place. With bfloat16 weights and moments in 8 bits, the whole step peaks
-    at 4 bytes per parameter instead of 6.
+    and moments in their place. With bfloat16 weights and moments in 8 bits, weights, state and
+    gradients take 4 bytes per parameter at the peak instead of 6.
 
-    Weights and state may lie in host memory, where JAX's types say so: what lies there is fetched
-    for its layer, in the forward pass and again in the backward pass, and the new arrays go back.
-    Then only one layer is on the device, and the depth of the model costs no device memory. Place
-    the state by `offload(tx)`, and weights by `jax.device_put(layers, jax.memory.Space.Host)`.
-    Leaves outside of stacks, such as an embedding, are fetched whole by the loss, but updated in
-    slices where the method is elementwise, and the number of rows is a multiple of 32 for some
-    number of slices. On a mesh with automatic axes, that needs `mesh_axes`.
+    Weights and state may lie in host memory; JAX's types say what does. A layer is then fetched in
+    the forward pass and again in the backward pass, and its new arrays go back. So only one layer
+    is on the device, and the depth of the model costs no device memory. Place the state by
+    `offload(tx)`, and weights by `jax.device_put(layers, jax.memory.Space.Host)`. Leaves outside of
+    stacks, such as an embedding, are fetched whole by the loss, but updated in slices if the method
+    is elementwise and the rows divide into slices of a multiple of 32. On a mesh with automatic
+    axes, that needs `mesh_axes`.
 
     The loss calls `scan_layers` for each stack of layers that it has. All other leaves are updated
     as soon as their own gradients are known, a head before the layers and an embedding last; or
@@ -147,10 +147,10 @@ def step_in_backward(
     the scale of the state, and the step returns it as it is.
 
     Transformations that need the gradients of all layers at once are refused: `accumulate`, `zero`,
-    `pack_small`, and packed trees. Options of this library that are functions
-    are called with the shapes of all parameters. Functions passed to another library, such as the
-    labels of `optax.partition`, see a layer as a stack of one, with None for every other leaf, so
-    let them look at names.
+    `pack_small`, and packed trees. Options of this library that are functions are called with the
+    shapes of all parameters. Functions passed to another library, such as the labels of
+    `optax.partition`, see a layer as a stack of one, with None for every other leaf, so let them
+    look at names.
 
     Inside `pmap`, and inside `shard_map` with `check_vma=False`, each device has the gradients of
     its part of the batch, and the step raises an error unless `gradients` says what to do with
@@ -332,8 +332,8 @@ class _Step:
         self._rest = update(rest)
 
         def update_of(rows: Portion) -> tuple[ShareUpdate, Start]:
-            made = update(rows)
-            return made, self._example(made)
+            share_update = update(rows)
+            return share_update, self._example(share_update)
 
         def sliced(leaves: Portion) -> Sliced:
             """Some leaves in no stack."""

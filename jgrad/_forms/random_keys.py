@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgrad._arithmetic import leafwise
 from jgrad._forms.places import places_of
 from jgrad._inputs.inputs import Inputs
 from jgrad._layers.array_spec import ArraySpec
@@ -77,6 +78,11 @@ class MomentRounding:
     def of_leaf(self, i: int, old: Leaf) -> Rounding:
         """That of one leaf."""
         return self._keys.rounding(self._specs[i], old, self.places[i] if self.places else None)
+
+    def at(self, rows: Sequence[int]) -> "MomentRounding":
+        """That of some of these arrays, by their positions."""
+        places = leafwise.at(self.places, rows) if self.places else []
+        return MomentRounding(self._keys, leafwise.at(self._specs, rows), places)
 
     def of_parts(self) -> "MomentRounding":
         """That of parts of each leaf, whose places nobody says."""

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._arithmetic.rules import cast_back
@@ -86,9 +86,11 @@ class AlignedArguments:
             for name, tree in self._trees.items()
         }
         self._check(present, list(self._trees.values())[aligned.finest])
+        self._whole, gradients = dict(self._leaves), self._leaves[self._gradient]
+        self._rows = [i for i, g in enumerate(gradients) if g is not None]
         for name, kind in kinds.items():
             if name not in present:
-                self._leaves[name] = [0.0] * self._structure.num_leaves
+                self._leaves[name] = [0.0] * len(gradients)
             elif kind is Beta:
                 forms = named[name]
                 self._leaves[name] = BetaForms(
@@ -98,6 +100,8 @@ class AlignedArguments:
                 )
             elif kind not in ARRAYS:
                 self._leaves[name] = self._scalar_entries(name, self._trees[name], checked=True)
+        if len(self._rows) < len(gradients):  # the others stay as they are
+            self._leaves = {name: leafwise.at(x, self._rows) for name, x in self._leaves.items()}
 
     def __getitem__(self, name: str) -> Any:
         """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
@@ -113,7 +117,7 @@ class AlignedArguments:
         if self._packed:
             leaves = trees.flatten(unpacked)[0]
         else:
-            leaves = _first_below(self[self._reference], counts)
+            leaves = _first_below(self._whole[self._reference], counts)
         reference = ArgLeaves(
             self._function, self._reference, leaves, lambda: trees.paths(unpacked)
         )
@@ -126,7 +130,9 @@ class AlignedArguments:
         options = read("mesh_axes", axes[0]), read("layer_axes", axes[1])
         per_array = of_arrays(array_spec.specs(tree), *options, reference)
         arrays = zip(*(self[name] for name in both), strict=True)
-        return as_typed(trees.repeat(per_array, counts), options[0], arrays)
+        return as_typed(
+            leafwise.at(trees.repeat(per_array, counts), self._rows), options[0], arrays
+        )
 
     def new_weights(self, updates: list[Any], *, stop_gradients: bool) -> PyTree:
         """w + update, in the dtypes of `w`."""
@@ -141,7 +147,9 @@ class AlignedArguments:
         The tree is as fine as the finest argument that the values are computed from, which by
         default is all of them.
         """
-        leaves = cast_back(new, self[name])
+        leaves = list(self._whole[name])
+        for i, x in zip(self._rows, cast_back(new, self[name]), strict=True):
+            leaves[i] = x
         if trees.flatten(self._trees[name])[1] == self._structure:
             return self._structure.unflatten(leaves)  # no tree is finer
         finest = None if computed_from is None else self._finest((name, *computed_from))
@@ -203,11 +211,11 @@ class AlignedArguments:
             for name in kinds
         }
         gradient, reference = args[self._gradient], args[self._reference]
-        checks.none_together(reference, gradient, list(args.values()))
+        _none_together(reference, gradient, list(args.values()))
         for name, kind in kinds.items():
             arg = args[name]
             if kind in COMPLEX:
-                checks.same_kinds(arg, reference)
+                _same_kinds(arg, reference)
             if kind is Role.GRADIENT:
                 checks.same_shapes(arg, reference)
             elif kind in BROADCAST:
@@ -218,6 +226,27 @@ class AlignedArguments:
                 given = ArgLeaves.from_tree(self._function, name, self._trees[name])
                 if any(map(np.ndim, given.leaves)):
                     checks.one_element(given)
+
+
+def _none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
+    """`None` is a missing gradient, or stands in all arguments at once; it is no number."""
+    for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
+        if w is None and g is not None:
+            gradient.fail(
+                i, TypeError, f"{checks.describe(g)}, expected None, as `{weights.name}` is"
+            )
+        for arg in others if g is not None else ():
+            if arg.leaves[i] is None:
+                arg.fail(i, TypeError, "None, expected an array or a number")
+
+
+def _same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
+    """Complex exactly where the reference is; `None` matches everything."""
+    for i, x, r in arg.beside(reference):
+        if jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
+            expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
+            problem = f"{checks.describe(x)}, expected {expected} to match {r.dtype}"
+            arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 
 def _first_below(leaves: Sequence[Any], counts: Sequence[int]) -> list[Any]:

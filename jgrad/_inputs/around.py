@@ -180,14 +180,14 @@ def _making(array: Any) -> tuple[Function, list[Any]] | None:
     return None if any(x is None for x in arguments) else (made.function, arguments)
 
 
-def run_and_say(calls: Sequence[Call | None]) -> list[Any]:
+def run_and_say(calls: Sequence[Call]) -> list[Any]:
     """The result of each call of an elementwise rule, where a kernel may compute it itself."""
     results = leafwise.run(calls)
     for call, new in zip(calls, results, strict=True):
-        if call is not None and call[0] is not leafwise.identity:
-            function, (old, *others) = call
-            if all(x.ndim == 0 or x.shape == old.shape for x in others):
-                made_of(new, function, old, *others)
+        function, (old, *others) = call
+        is_like_old = all(x.ndim == 0 or x.shape == old.shape for x in others)
+        if function is not leafwise.identity and is_like_old:
+            made_of(new, function, old, *others)
     return results
 
 

@@ -76,11 +76,11 @@ def update(
 
     def decorate(body: F) -> F:
         declared = Declared(body, replaced, before, kinds)
-        made = functools.cache(lambda: _RUN[0](declared))
+        decorated = functools.cache(lambda: _RUN[0](declared))
 
         @functools.wraps(body)
         def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return made()(*args, **kwargs)
+            return decorated()(*args, **kwargs)
 
         return cast(F, call)
 

@@ -3,25 +3,27 @@
 Methods and wrappers compute with lists that have an entry per leaf; options are read separately.
 """
 
+import copy
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leaf_moment import as_stored
+from jgrad._arithmetic.leaf_moment import as_stored, kept
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.moment import check_form, kept_arrays
+from jgrad._inputs.moment import check_form
 from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import NOTHING, Told
 
 
@@ -43,6 +45,7 @@ class Parameters:
       shapes: the same tree unpacked, with shapes and dtypes for what is packed.
       g: gradients; in an `init` there are none.
       is_updated: whether each leaf is: it is floating or complex, and has a gradient in an update.
+      rows: the positions of these arrays in the tree; of all of them, except in `updated`.
     """
 
     def __init__(self, function: str, tree: PyTree, name: str = "params") -> None:
@@ -51,8 +54,25 @@ class Parameters:
         self.specs = array_spec.specs(tree)
         self.has_buffers = any(map(operator.attrgetter("spans"), self.specs))
         self.shapes = trees.shapes(tree) if self.has_buffers else tree
-        self.g: list[Any] = [None] * len(self.specs)
+        self.g: list[Leaf] = [None] * len(self.specs)
+        self.w: list[Leaf] | None = None
+        self._whole = self.reference.leaves
         self.is_updated = list(map(checks.is_inexact, self.reference.leaves))
+        self.rows: Sequence[int] = range(len(self.specs))
+
+    def updated(self) -> Self:
+        """The same, with the arrays alone that are updated."""
+        new = copy.copy(self)
+        new.rows = list(itertools.compress(self.rows, self.is_updated))
+        new.reference = self.reference.at(new.rows)
+        lists = (self.specs, self.g, self.is_updated, self.w)
+        new.specs, new.g, new.is_updated, new.w = leafwise.at(lists, new.rows)
+        return new
+
+    def put_back(self, new: Sequence[Leaf], others: Sequence[Leaf]) -> list[Leaf]:
+        """An entry for each array of the tree: new ones for these arrays, else those of others."""
+        entries = dict(enumerate(others)) | dict(zip(self.rows, new, strict=True))
+        return list(entries.values())
 
     def like_reference(self, name: str, tree: PyTree, shapes: PyTree = None) -> ArgLeaves:
         """The leaves of a tree with the structure of the parameters, or of `shapes`."""
@@ -78,21 +98,15 @@ class Parameters:
                     arg.fail(i, TypeError, "None, expected a value, since this leaf is updated")
         return arg
 
-    def per_array(self, entries: Sequence[Any]) -> list[Any]:
+    def per_array(self, entries: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array, from one for each leaf of the unpacked tree."""
         if not self.has_buffers:
-            return list(entries)
+            return list(map(entries.__getitem__, self.rows))
         per_array = [spec.per_array(entries) for spec in self.specs]
         pairs = zip(per_array, self.specs, strict=True)
         if any(spec.is_buffer and np.ndim(x) for x, spec in pairs):
             self.check_buffers()
         return per_array
-
-    def per_leaf(self, entries: Sequence[Any]) -> list[Any]:
-        """An entry for each leaf of the unpacked tree, from one for each array; None for None."""
-        pairs = list(zip(self.specs, entries, strict=True))
-        of_leaves = {i: x for spec, x in pairs for i in spec.positions}
-        return list(map(of_leaves.get, range(trees.flatten(self.shapes)[1].num_leaves)))
 
     def check_buffers(self) -> None:
         """Buffers have the shapes of their layouts; needed where rows have numbers of their own."""
@@ -110,7 +124,7 @@ class Parameters:
     def updated_shapes(self) -> ArgLeaves:
         """The leaves of the unpacked tree, with `None` where nothing is updated."""
         arg = ArgLeaves.from_tree(self.function, self.reference.name, self.shapes).with_arrays()
-        updated: list[Any] = [None] * len(arg.leaves)
+        updated: list[Leaf] = [None] * len(arg.leaves)
         for spec, is_updated in zip(self.specs, self.is_updated, strict=True):
             for i in spec.positions if is_updated else ():
                 updated[i] = arg.leaves[i]
@@ -135,7 +149,6 @@ class Inputs(Parameters):
     ) -> None:
         if params is None:
             super().__init__(function, updates, "updates")
-            self.w = None
         else:
             super().__init__(function, params)
             self.w = checks.parameters(self.reference)
@@ -147,63 +160,63 @@ class Inputs(Parameters):
         self.g = self._gradients(self._given.with_arrays())
         self.is_updated = [g is not None for g in self.g]
 
-    def require_params(self, reason: str) -> list[Any]:
+    def require_params(self, reason: str) -> list[Leaf]:
         """The parameters; an error if they are missing."""
         if self.w is None:
             remedy = "call `update(updates, state, params)`"
             raise ValueError(f"{self.function}: {reason} needs the parameters: {remedy}.")
         return self.w
 
-    def with_zeros(self, updates: PyTree) -> PyTree:
-        """The updates, with zeros where a parameter has None."""
-        updated = zip(trees.flatten(updates)[0], self.reference.leaves, strict=True)
-        return self._structure.unflatten([_or_zeros(u, p) for u, p in updated])
-
-    def directions(self, values: Sequence[Any]) -> PyTree:
+    def directions(self, values: Sequence[Leaf]) -> PyTree:
         """Updates in the dtypes of the parameters; zero where there is no value.
 
         Zero, too, where they are not committed; and small enough to be added to any parameter.
         """
         leaves = [x.array if isinstance(x, Finished) else x for x in values]
         if self.commit is not None:
-            kept = leafwise.run(
-                [
-                    (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
-                    if checks.is_inexact(u)
-                    else None
-                    for u, p in zip(values, self.reference.leaves, strict=True)
-                ]
-            )
-            leaves = [u if x is None else x for x, u in zip(kept, leaves, strict=True)]
-        leaves = list(map(_or_zeros, leaves, self.reference.leaves))
-        updates = cast_back(leaves, self.reference.leaves)
+            calls = [
+                (keeping_update(p.dtype, self.commit.clips), (u, self.commit.flag))
+                if checks.is_inexact(u)
+                else (leafwise.identity, (x,))
+                for u, x, p in zip(values, leaves, self.reference.leaves, strict=True)
+            ]
+            leaves = leafwise.run(calls)
+        leaves = self.put_back(leaves, [None] * len(self._whole))
+        both = zip(leaves, self._whole, strict=True)
+        leaves = [numerics.zeros_like(p) if x is None and p is not None else x for x, p in both]
+        updates = cast_back(leaves, self._whole)
         if self.commit is not None:
             self.commit.settle(updates)
         return self._structure.unflatten(updates)
 
-    def kept(self, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    def kept(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> list[Leaf]:
         """New arrays of a wrapper's state as they are stored; old ones if it is not committed.
 
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
         `skip_nonfinite` then chooses afterwards. Moments go by `Moment.write`.
         """
-        others = [None if isinstance(x, Finished) else x for x in new]
-        check_form(self.function, others, old)
-        others = list(map(as_stored, kept_arrays(others, old, self.commit), old))
-        old_or_new = zip(new, others, strict=True)
-        kept = [x.array if isinstance(x, Finished) else other for x, other in old_or_new]
+        check_form(self.function, new, old)
+        arrays = [x.array if isinstance(x, Finished) else x for x in new]
         if self.commit is not None:
-            self.commit.keep(kept, old)
-        return kept
+            calls = [
+                (leafwise.identity, (x,))
+                if isinstance(n, Finished)
+                else (kept(o.dtype, self.commit.clips), (x, o, self.commit.flag))
+                for n, x, o in zip(new, arrays, old, strict=True)
+            ]
+            arrays = leafwise.run(calls)
+        arrays = list(map(as_stored, arrays, old))
+        if self.commit is not None:
+            self.commit.keep(arrays, old)
+        return arrays
 
-    def moments(self, new: Sequence[Any], old: Sequence[Any]) -> PyTree:
-        """New arrays in the dtypes of the old, which stay where there is no new one."""
-        return self._structure.unflatten(cast_back(new, old))
+    def moments(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> PyTree:
+        """New arrays in the dtypes of the old, of all of the tree, which stay for other leaves."""
+        return self._structure.unflatten(cast_back(self.put_back(new, old), old))
 
-    def gradients(self, new: Sequence[Any]) -> PyTree:
-        """The gradients as they came in, with new ones for the leaves that are updated."""
-        old_and_new = zip(new, self._given.leaves, strict=True)
-        return self._structure.unflatten([g if x is None else x for x, g in old_and_new])
+    def gradients(self, new: Sequence[Leaf]) -> PyTree:
+        """The gradients as they came in, with new ones for these leaves."""
+        return self._structure.unflatten(self.put_back(new, self._given.leaves))
 
     def zeros(self) -> PyTree:
         """Updates that change nothing."""
@@ -211,7 +224,7 @@ class Inputs(Parameters):
 
     def moment(
         self, name: str, tree: PyTree, shapes: PyTree = None, *, real: bool = False
-    ) -> list[Any]:
+    ) -> list[Leaf]:
         """The leaves of a part of the state, with the kinds and shapes of what is updated.
 
         `shapes` are others than the parameters', or None for leaves that have no such part.
@@ -221,7 +234,7 @@ class Inputs(Parameters):
         updated = [x if use else None for x, use in zip(like, self.is_updated, strict=True)]
         for i, (moment, x) in enumerate(zip(arg.leaves, updated, strict=True)):
             if self.is_updated[i]:
-                self._check_kind(arg, i, moment, x, shapes is not None, real=real)
+                self.check_kind(arg, i, moment, x, shapes is not None, real=real)
             elif self.w is None and moment is not None and self.reference.leaves[i] is not None:
                 came = checks.describe(self.reference.leaves[i])
                 expected = f"a floating dtype, since `{name}` has an array for it"
@@ -229,21 +242,10 @@ class Inputs(Parameters):
         checks.same_shapes(arg, self.reference._replace(leaves=updated))
         return list(arg.leaves)
 
-    def copies(self, name: str, tree: PyTree) -> list[Any]:
-        """The leaves of a part of the state that has copies or averages of parameters.
-
-        None where nothing is updated and `init` saw no parameter, as in a part of a model.
-        """
-        arg = self.like_reference(name, tree).with_arrays()
-        for i, (x, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
-            if checks.is_inexact(p) and (x is not None or self.is_updated[i]):
-                self._check_kind(arg, i, x, p, is_of_some=False, real=False)
-        checks.same_shapes(arg, self.reference)
-        return list(arg.leaves)
-
-    def _check_kind(
+    def check_kind(
         self, arg: ArgLeaves, i: int, moment: Any, x: Any, is_of_some: bool, *, real: bool
     ) -> None:
+        """An error where a part of the state is no array like a leaf, or has another form."""
         form, expected_form = forms.find(moment), forms.find(x)
         if form is not None and x is not None:
             form.check(arg, i, moment, x, real=real, remedy=OTHER_FORM)
@@ -261,7 +263,7 @@ class Inputs(Parameters):
                 expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
 
-    def _gradients(self, arg: ArgLeaves) -> list[Any]:
+    def _gradients(self, arg: ArgLeaves) -> list[Leaf]:
         gradients = []
         for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
             if (expected := _expected(g, p)) is not None:
@@ -284,10 +286,6 @@ _NOT_PACKED = (
 OTHER_FORM = "convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`"
 
 OTHER_LEAVES = "a state only fits the choice of leaves for which `init` made it"
-
-
-def _or_zeros(x: Any, p: Any) -> Any:
-    return numerics.zeros_like(p) if x is None and p is not None else x
 
 
 @functools.cache  # one function object for each dtype, so that JAX's caches find it again

@@ -45,7 +45,7 @@ class Option(Generic[T]):
     value: PyTree
     is_optional: bool = False
     # What arithmetic needs of a number that was checked, and of an argument of a functional update.
-    of_number: ClassVar[Any]
+    from_number: ClassVar[Any]
     canonical: ClassVar[Any]
 
     def check(self, function: str) -> None:
@@ -61,11 +61,11 @@ class Option(Generic[T]):
         """Of this call, or else of the factory: one number if all arrays share it, else a list."""
         is_constant = checks.is_number(self.value) and step.numbers.get(self.name) is None
         if is_constant and inputs.notes is None and not inputs.has_buffers:
-            number: T = self.of_number(self.value)
+            number: T = self.from_number(self.value)
             return number
         return self.per_array(inputs, step)
 
-    def of_call(self, inputs: Inputs, step: Step) -> PyTree:
+    def value_now(self, inputs: Inputs, step: Step) -> PyTree:
         """As it was given, with results for schedules."""
         override = step.numbers.get(self.name)
         value = self.value if override is None else override
@@ -83,13 +83,13 @@ class Option(Generic[T]):
 class Number(Option[PerLeaf]):
     """In [0, inf), one element per leaf."""
 
-    of_number = staticmethod(numbers.strong_scalar)
+    from_number = staticmethod(numbers.strong_scalar)
     scalars = staticmethod(numbers.scalars)
     canonical = staticmethod(numbers.number)
 
     def per_array(self, inputs: Inputs, step: Step) -> PerLeaf:
         """One for each array, where they differ."""
-        x = self.scalars(inputs.function, self.name, self.of_call(inputs, step))
+        x = self.scalars(inputs.function, self.name, self.value_now(inputs, step))
         return options.per_array(inputs, self.name, x)
 
 
@@ -105,13 +105,13 @@ class OptionalNumber(Option[PerLeaf]):
 class Beta(Option[BetaForms]):
     """A decay rate in [0, 1), one element per leaf."""
 
-    of_number = staticmethod(numbers.forms)
+    from_number = staticmethod(numbers.forms)
     scalars = staticmethod(numbers.scalar_betas)
     canonical = staticmethod(numbers.betas)
 
     def per_array(self, inputs: Inputs, step: Step) -> BetaForms:
         """Its forms, each of them one for each array where they differ."""
-        forms = self.scalars(inputs.function, self.name, self.of_call(inputs, step))
+        forms = self.scalars(inputs.function, self.name, self.value_now(inputs, step))
         return BetaForms(*(options.per_array(inputs, self.name, x) for x in forms))
 
 
@@ -129,16 +129,16 @@ def momentum_of(beta: Beta, inputs: Inputs, step: Step) -> BetaForms | None:
 class Rate(Option[PerLeaf]):
     """A learning rate in [0, inf), of any shape that broadcasts."""
 
-    of_number = staticmethod(numbers.strong_scalar)
+    from_number = staticmethod(numbers.strong_scalar)
     scalars = staticmethod(numbers.number)
 
     def per_array(self, inputs: Inputs, step: Step) -> PerLeaf:
         """One for each array."""
-        return inputs.per_array(self.of_leaves(inputs, step))
+        return inputs.per_array(self.leaf_values(inputs, step))
 
-    def of_leaves(self, inputs: Inputs, step: Step) -> list[Leaf]:
+    def leaf_values(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """One for each leaf of the unpacked tree."""
-        option = self.scalars(inputs.function, self.name, self.of_call(inputs, step))
+        option = self.scalars(inputs.function, self.name, self.value_now(inputs, step))
         arg = inputs.option(self.name, option)
         if any(map(np.ndim, arg.leaves)):
             if (share := told().share) is not None:
@@ -163,12 +163,12 @@ class Decay(Option[list[Leaf]]):
 
     def read(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """Of each array; the Python number 0, which compiles to nothing, for none."""
-        return inputs.per_array(self.of_leaves(inputs, step))
+        return inputs.per_array(self.leaf_values(inputs, step))
 
-    def of_leaves(self, inputs: Inputs, step: Step) -> list[Leaf]:
+    def leaf_values(self, inputs: Inputs, step: Step) -> list[Leaf]:
         """The same of each leaf of the unpacked tree; 0, too, where it is not used."""
         use = options.mask(inputs, "weight_decay_mask", self.mask)
-        option = self.of_call(inputs, step)
+        option = self.value_now(inputs, step)
         if rules.is_zero(option):
             return [0.0] * len(use)
         inputs.require_params(f"`{self.name}`")
@@ -200,8 +200,8 @@ class DescentOptions(NamedTuple):
         cls, learning_rate: LearningRate, decay: PyTree, mask: Mask | None, rule: CoupledDecayRule
     ) -> "DescentOptions":
         """Of the arguments of a factory, by their usual names."""
-        of_decay = Decay("weight_decay", decay, mask=mask, rule=rule)
-        return cls(Rate("learning_rate", learning_rate), of_decay)
+        weight_decay = Decay("weight_decay", decay, mask=mask, rule=rule)
+        return cls(Rate("learning_rate", learning_rate), weight_decay)
 
     def check(self, function: str, rules_of_method: Sequence[str] = DECAY_RULES) -> None:
         """What a factory can."""
@@ -215,12 +215,12 @@ class DescentOptions(NamedTuple):
         """Those of one update; a decay of None is none."""
         rate, decay = self.learning_rate.read(inputs, step), self.weight_decay
         x, rule = decay.value, decay.rule
-        of_arrays: PerLeaf = None
+        per_array: PerLeaf = None
         is_special = inputs.has_buffers or inputs.undecayed is not None
         is_constant = checks.is_number(x) and step.numbers.get(decay.name) is None
         if not is_constant or decay.mask is not None or (x and is_special):
-            of_arrays = rules.optional(decay.read(inputs, step), rule)
+            per_array = rules.optional(decay.read(inputs, step), rule)
         elif x:
             inputs.require_params(f"`{decay.name}`")
-            of_arrays = numbers.strong_scalar(x)
-        return Descent(of_arrays, rate, rule)
+            per_array = numbers.strong_scalar(x)
+        return Descent(per_array, rate, rule)

@@ -4,7 +4,7 @@ A form of moments may make the step of a leaf one operation on accelerators, see
 """
 
 import functools
-import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Descent(NamedTuple):
         """The update of each leaf, from a direction that no function of one leaf returned."""
         columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
         update = update_by(self.rule, self.has_rate)
-        return leafwise.run([None if x[0] is None else (update, x) for x in columns])
+        return leafwise.run([(update, x) for x in columns])
 
 
 class LeafFunction:
@@ -48,7 +48,7 @@ class LeafFunction:
 
     The function gets the gradient, or what stands for it, and then the arrays and numbers of its
     leaf. For an argument that is a `Moment`, it gets the moment of the leaf, into which it writes
-    the new one. Options are keyword-only, and static. It is only called if there is a gradient.
+    the new one. Options are keyword-only, and static.
 
     Attributes:
       no_kernel: why a TPU cannot have the function as a kernel; "" where it can.
@@ -67,19 +67,17 @@ class LeafFunction:
         """What the function returns for each leaf, and then the new moments.
 
         Args:
-          g: an entry for each leaf; None where there is nothing to do.
+          g: an entry for each leaf.
           args: lists with an entry per leaf, numbers for all of them, tuples of both, `Moment`s.
           options: of the function.
         """
         program = self._program(tuple(sorted(options.items())), None, whole=True)
-        calls: list[Call | None] = [None] * len(g)
+        calls: list[Call] = []
         for i, x in enumerate(g):
-            if x is not None:
-                of_leaf = (x, *(_entry(y, i) for y in args))
-                kernels = kernels_of(args, i)
-                calls[i] = (program, of_leaf)
-                if kernels is not None:
-                    calls[i] = kernels(self, args).call(i, program, of_leaf)
+            of_leaf = (x, *(_entry(y, i) for y in args))
+            kernels = kernels_of(args, i)
+            in_kernel = kernels and kernels(self, args).call(i, program, of_leaf)
+            calls.append(in_kernel or (program, of_leaf))
         return _results(calls, args)
 
     def update(
@@ -99,11 +97,9 @@ class LeafFunction:
         chosen = tuple(sorted(options.items()))
         rule = None if descent is None else (descent.rule, descent.has_rate)
         program = self._program(chosen, rule)
-        calls: list[Call | None] = [None] * len(g)
+        calls: list[Call] = []
         in_kernels: Any = None
         for i, x in enumerate(g):
-            if x is None:
-                continue
             of_leaf = (x, *(_entry(y, i) for y in args))
             steps: tuple[Any, ...] = ()
             if descent is not None:
@@ -111,11 +107,11 @@ class LeafFunction:
                 steps = w, _entry(descent.decay, i), _entry(descent.rate, i)
             kernels = kernels_of(args, i)
             if kernels is None:
-                calls[i] = program, (*of_leaf, *steps)
+                calls.append((program, (*of_leaf, *steps)))
                 continue
             in_kernels = in_kernels or kernels(self, args)
             alone = self._program(chosen, None)
-            calls[i] = in_kernels.update(inputs, i, program, of_leaf, steps, alone)
+            calls.append(in_kernels.update(inputs, i, program, of_leaf, steps, alone))
         updates, *new = _results(calls, args)
         if in_kernels is not None:
             in_kernels.finish(inputs, updates, None if rule is None else update_by(*rule))
@@ -132,16 +128,13 @@ def kernels_of(args: Sequence[Any], i: int) -> Any:
     return found.pop() if len(found) == 1 else None
 
 
-def _results(calls: list[Call | None], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _results(calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results of functions of one leaf, as a list, and the new moments that they wrote."""
-    values: list[Any] = [None] * len(calls)
-    moments = [(x, [None] * len(calls)) for x in args if isinstance(x, Moment)]
-    for i, result in enumerate(leafwise.run(calls)):
-        if result is not None:
-            values[i], of_leaf = result
-            for (_, new), x in zip(moments, of_leaf, strict=True):
-                new[i] = x
-    return values, *itertools.starmap(Moment.written, moments)
+    results = leafwise.run(calls)
+    value, new = map(operator.itemgetter, (0, 1))
+    moments = [x for x in args if isinstance(x, Moment)]
+    columns = zip(*map(new, results), strict=True) if results else [()] * len(moments)
+    return list(map(value, results)), *map(Moment.written, moments, map(list, columns))
 
 
 def _entry(x: Any, i: int) -> Any:

@@ -187,10 +187,15 @@ def of_leaves(
 ) -> list[MatrixAxes | None]:
     """The matrices of each leaf with True in `matrices`; None for the others."""
     pairs = enumerate(zip(layers, matrices.leaves, strict=True))
-    return [_of_leaf(i, of, output_axes, matrices) if use else None for i, (of, use) in pairs]
+    return [
+        _matrices_of_leaf(i, layers_here, output_axes, matrices) if use else None
+        for i, (layers_here, use) in pairs
+    ]
 
 
-def _of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
+def _matrices_of_leaf(
+    i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves
+) -> MatrixAxes:
     shape, axes = layers.shape, output_axes.leaves[i].values
     remedy = "; without them a leaf is not a matrix, and belongs to Adam: False"
     if layers.stacked:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded, kept
+from jgrad._arithmetic.leaf_moment import LeafMoment, is_rounded
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
@@ -47,6 +47,11 @@ class Moment:
             flag, clips = self.commit.flag, self.commit.clips
         return LeafMoment(old, rounding, flag, clips, self.has_form)
 
+    def at(self, rows: Sequence[int]) -> "Moment":
+        """Of some of these arrays, by their positions."""
+        random = None if self.random is None else self.random.at(rows)
+        return dataclasses.replace(self, old=leafwise.at(self.old, rows), random=random)
+
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
         if self.has_form and self.commit is not None:
@@ -73,7 +78,7 @@ class Step(NamedTuple):
       number: of this update, counting from 1.
       done: number of completed updates, as in the state.
       moments: by their names, those of `Shapes`.
-      matrices: of `Shapes`.
+      matrices: of `Shapes`, of each leaf.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: other fields of the state, as the method reads them.
     """
@@ -128,10 +133,9 @@ def zeros(
     """
     leaves = checks.parameters(ArgLeaves.from_tree(function, "params", params).with_arrays())
     like, structure = trees.flatten(params if shapes is None else shapes)
-    zeros: list[Any] = [None] * len(like)
-    # If leaves are packed, some methods pass this per leaf and not per array; none is whole there.
-    names = mesh_axes if len(mesh_axes) == len(like) else [None] * len(like)
-    columns = zip(leaves, like, names, layouts or [None] * len(like), strict=True)
+    none: list[Any] = [None] * len(like)
+    zeros = list(none)
+    columns = zip(leaves, like, mesh_axes or none, layouts or none, strict=True)
     for i, (p, x, names_of, layout) in enumerate(columns):
         if p is None or x is None:
             continue
@@ -182,15 +186,3 @@ def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
             expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
             problem = f"a moment in {form.words}: {checks.describe(n)}"
             raise TypeError(f"{function}: {problem}, {expected}.")
-
-
-def kept_arrays(new: Sequence[Any], old: Sequence[Any], commit: Any) -> list[Any]:
-    """The old arrays where the update is not committed."""
-    if commit is None:
-        return list(new)
-    return leafwise.run(
-        [
-            None if n is None else (kept(o.dtype, commit.clips), (n, o, commit.flag))
-            for n, o in zip(new, old, strict=True)
-        ]
-    )

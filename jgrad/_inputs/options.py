@@ -124,8 +124,8 @@ def with_results(inputs: Inputs, step: Step, name: str, x: PyTree) -> PyTree:
         if not trees.may_be_function(leaf):
             return leaf
         if id(leaf) not in results:
-            of_step = result_of(inputs.function, name, NUMBER_OF_UPDATES, leaf, step.done)
-            results[id(leaf)] = _scheduled(of_step)
+            at_step = result_of(inputs.function, name, NUMBER_OF_UPDATES, leaf, step.done)
+            results[id(leaf)] = _scheduled(at_step)
         return results[id(leaf)]
 
     return trees.map_leaves(result, option)

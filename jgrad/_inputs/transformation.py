@@ -139,7 +139,7 @@ class MomentOptions(NamedTuple):
         say_if_lost(params)
         moments: dict[str, PyTree] = dict.fromkeys(kinds)
         is_used = False  # the form, by some leaf
-        sharded = [x and x.sharded_over for x in shapes.matrices] if shapes.matrices else []
+        matrices = params.per_array(shapes.matrices) if shapes.matrices else []
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
@@ -152,7 +152,7 @@ class MomentOptions(NamedTuple):
                 params.tree,
                 chosen.dtype if form is None else None,
                 shapes=tree,
-                mesh_axes=sharded,
+                mesh_axes=[of and of.sharded_over for of in matrices],
                 form=form,
                 layouts=layouts,
                 real=kinds[name].is_real,
@@ -341,32 +341,38 @@ def transformation(
         step = moments.read(inputs, state, of_moments, of_call or {}, kind)
         if more is not None:
             step = step._replace(more=more.read(inputs, of_moments, state))
+        old = step.moments
+        if not all(inputs.is_updated):
+            inputs = inputs.updated()
+            step = step._replace(moments={name: x.at(inputs.rows) for name, x in old.items()})
         values, *computed = compute(inputs, step)
         if of_call is not None:
             of_call.check_names(name)
-        new, others = computed[: len(step.moments)], computed[len(step.moments) :]
-        stored = dict.fromkeys(kinds) | _in_state(name, step.moments, new, state)
+        new, others = computed[: len(old)], computed[len(old) :]
+        stored = dict.fromkeys(kinds) | _in_state(inputs, old, new, state)
         return inputs.directions(values), type(state)(step.number, *stored.values(), *others)
 
     return pair(init, update, name, checks_options=True)
 
 
 def _in_state(
-    name: str, moments: Mapping[str, Moment], new: Sequence[Any], state: Any
+    inputs: Inputs, moments: Mapping[str, Moment], new: Sequence[Any], state: Any
 ) -> dict[str, PyTree]:
     """The new moments as the state has them, which have to be what `write` stored."""
+    name = inputs.function
     if len(new) != len(moments):
         expected = ", ".join(f"`{field}`" for field in moments) or "none"
         raise TypeError(f"{name}: {len(new)} new moments, expected {expected}.")
     stored: dict[str, PyTree] = {}
     for (field, moment), values in zip(moments.items(), new, strict=True):
-        old = getattr(state, field)
         if not isinstance(values, list):
             came, expected = type(values).__name__, "what a function of one leaf wrote into it"
             raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
-        check_form(name, values, moment.old)
         # The old moments stay if there are no new ones.
-        stored[field] = trees.flatten(old)[1].unflatten(rules.cast_back(values, moment.old))
+        values = inputs.put_back(values, [None] * len(moment.old))
+        check_form(name, values, moment.old)
+        structure = trees.flatten(getattr(state, field))[1]
+        stored[field] = structure.unflatten(rules.cast_back(values, moment.old))
     return stored
 
 

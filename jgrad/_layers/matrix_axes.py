@@ -9,7 +9,7 @@ know about blocks.
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.layer_axes import axis_exists
+from jgrad._trees.protocols import Leaf
 from jgrad._trees.shardings import all_gather, replicated
 
 
@@ -284,31 +285,36 @@ def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis
     return tuple(new)
 
 
+# ---- matrices, and all other leaves ------------------------------------------------------------
+
+
+class TwoKinds(NamedTuple):
+    """The positions of the leaves of two kinds, for which a method has two ways."""
+
+    first: list[int]
+    second: list[int]
+
+    @classmethod
+    def where(cls, is_first: Sequence[object]) -> "TwoKinds":
+        """Those of the entries that are true, and of the others."""
+        first = [i for i, x in enumerate(is_first) if x]
+        return cls(first, [i for i, x in enumerate(is_first) if not x])
+
+    def together(self, firsts: Sequence[Leaf], seconds: Sequence[Leaf]) -> list[Leaf]:
+        """An entry for each leaf, from those of both kinds."""
+        entries = dict(zip((*self.first, *self.second), (*firsts, *seconds), strict=True))
+        return list(map(entries.__getitem__, range(len(entries))))
+
+
 # ---- what is computed of matrices --------------------------------------------------------------
 
 
 def on_matrices(
-    rule: Function, axes: Sequence[MatrixAxes | None], /, *columns: Sequence[Any], **options: Any
-) -> list[Any]:
-    """The rule of the entries of each array that has matrices, and all of them."""
-    calls = [
-        None
-        if of is None or any(x is None for x in row)
-        else (leafwise.fixed(rule, axes=of, **options), tuple(row))
-        for of, *row in zip(axes, *columns, strict=True)
-    ]
-    return leafwise.run(calls)
-
-
-def each(
-    method: Callable[..., jax.Array],
-    axes: Sequence[MatrixAxes | None],
-    arrays: Sequence[Array],
-    **options: Any,
-) -> list[Array]:
-    """`MatrixAxes.gathered` of each array, or `MatrixAxes.local_part`; None for None."""
-    pairs = zip(axes, arrays, strict=True)
-    return [None if of is None or x is None else method(of, x, **options) for of, x in pairs]
+    rule: Function, axes: Sequence[MatrixAxes], /, *columns: Sequence[Leaf], **options: Any
+) -> list[Leaf]:
+    """The rule of the entries of each array."""
+    rows = zip(axes, *columns, strict=True)
+    return leafwise.run([(leafwise.fixed(rule, axes=of, **options), tuple(x)) for of, *x in rows])
 
 
 def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:

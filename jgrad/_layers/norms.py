@@ -244,19 +244,18 @@ def layer_norms(
     return _norms(list(arrays.values()), layers=tuple(layers), calls=static, scale_free=scale_free)
 
 
-def global_norm(leaves: Sequence[jax.Array | None], layers: Sequence[LayerAxes]) -> ScaledNorm:
-    """The norm of all arrays together, each of which is one layer; None is no array.
+def global_norm(arrays: Sequence[jax.Array], layers: Sequence[LayerAxes]) -> ScaledNorm:
+    """The norm of all arrays together, each of which is one layer.
 
     One sum, and one scale where that is not a normal number, are for all arrays of a precision: a
     sum in float64 says nothing of squares in float32.
     """
-    arrays = {i: x for i, x in enumerate(leaves) if x is not None}
     groups: dict[Any, list[int]] = {}
-    for i in sorted(arrays, key=lambda i: layers[i].sort_key):
+    for i in sorted(range(len(arrays)), key=lambda i: layers[i].sort_key):
         groups.setdefault((*layers[i].devices, numerics.real_dtype(arrays[i])), []).append(i)
     norms = []
     for (_, mesh_axes, _), members in groups.items():
-        for span in _spans([layers[i] for i in members], arrays.values()):
+        for span in _spans([layers[i] for i in members], arrays):
             norm = _norm_of_all(
                 [arrays[i] for i in members[span]], layers=tuple(layers[i] for i in members[span])
             )

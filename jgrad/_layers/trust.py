@@ -104,8 +104,8 @@ class TrustLayers(NamedTuple):
 
 def scaled_by_trust_ratio(
     w: Sequence[jax.Array],
-    directions: Sequence[Call | None],
-    measured: Sequence[Call | None],
+    directions: Sequence[Call],
+    measured: Sequence[Call],
     *,
     ratio: Function,
     numbers: Sequence[PerLeaf],
@@ -113,13 +113,13 @@ def scaled_by_trust_ratio(
     rates: Sequence[PerLeaf] = (),
     scale: Function = rules.scale_by,
     scale_free: bool = False,
-    run: Callable[[Sequence[Call | None]], list[jax.Array | None]] = leafwise.run,
-) -> list[jax.Array | None]:
+    run: Callable[[Sequence[Call]], list[jax.Array]] = leafwise.run,
+) -> list[jax.Array]:
     """(product of rates) ratio(|w|, |measured|, *numbers) direction, layer by layer.
 
     Args:
       w: weights; an array for each leaf.
-      directions: the calls that compute what is scaled; `None` where there is no gradient.
+      directions: the calls that compute what is scaled.
       measured: the calls whose norms the ratio takes. Norms read the arguments of a call, so that
         its result need not be written.
       ratio: (|w|, |measured|, *numbers) -> factors, each of shape (num_layers,).
@@ -135,12 +135,11 @@ def scaled_by_trust_ratio(
     columns = [per_leaf(x, count) for x in rates]
     factors = [[column[i] for column in columns] for i in range(count)]
     mask = per_leaf(layers.mask, count)
-    calls = {i: x for i, x in enumerate(measured) if x is not None and np.any(mask[i])}
-    if calls:
-        chosen = sorted(calls, key=lambda i: layers.axes[i].sort_key)
+    in_order = sorted(range(count), key=lambda i: layers.axes[i].sort_key)
+    if chosen := [i for i in in_order if np.any(mask[i])]:
         axes = [layers.axes[i] for i in chosen]
         weights = [(leafwise.identity, (w[i],)) for i in chosen]
-        gradients = [calls[i] for i in chosen]
+        gradients = [measured[i] for i in chosen]
         batches = norms.layer_norms(axes, weights, gradients, scale_free=scale_free)
         for x in numbers:
             column = per_leaf(x, count)
@@ -153,12 +152,10 @@ def scaled_by_trust_ratio(
                 by_layer = [jnp.where(use, x, jnp.ones_like(x)) for x in by_layer]
             factors[i] = by_layer + factors[i]
     results = zip(run(directions), factors, strict=True)
-    return run([None if d is None else (scale, (d, *by)) for d, by in results])
+    return run([(scale, (d, *by)) for d, by in results])
 
 
-def computed_once(
-    calls: Sequence[Call | None], layers: TrustLayers
-) -> tuple[list[Call | None], list[Call | None]]:
+def computed_once(calls: Sequence[Call], layers: TrustLayers) -> tuple[list[Call], list[Call]]:
     """Expensive directions that are read by the step and by their norm: the calls for each.
 
     The step takes an array. XLA's CPU backend writes it in any case, and a norm given the array
@@ -166,12 +163,11 @@ def computed_once(
     repeats norms takes it: there, norms compute it from arrays that are written anyway. Sums in
     chunks do without the array.
     """
-    whole = [None if x.in_chunks else call for call, x in zip(calls, layers.axes, strict=True)]
-    results = leafwise.run(whole)
     directions, measured = list(calls), list(calls)
-    for i, (call, x) in enumerate(zip(calls, results, strict=True)):
-        if call is not None and x is not None and call[0] is not leafwise.identity:
-            f, arrays = call
+    whole = [i for i, x in enumerate(layers.axes) if not x.in_chunks]
+    for i, x in zip(whole, leafwise.run([calls[i] for i in whole]), strict=True):
+        f, arrays = calls[i]
+        if f is not leafwise.identity:
             directions[i] = leafwise.identity, (x,)
             measured[i] = _written_or_not(f), (x, *arrays)
     return directions, measured

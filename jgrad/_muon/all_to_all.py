@@ -43,7 +43,7 @@ def orthogonalized(
     """
     real = numerics.real_dtype(*arrays)
     arrays = [numerics.widen(x, real) for x in arrays]
-    specs = tuple(partition_spec(of.mesh_axes or ()) for of in axes)
+    specs = tuple(partition_spec(where.mesh_axes or ()) for where in axes)
     exchanges = _exchanges(axes, dealing)
 
     def on_each(*blocks: jax.Array) -> tuple[jax.Array, ...]:
@@ -195,10 +195,10 @@ def _exchanges(axes: Sequence[MatrixAxes], dealing: Dealing) -> list[_Exchange]:
     """Kinds are dealt out together where devices would have more matrices otherwise."""
     sizes = dict(dealing.mesh.shape)
     groups: dict[tuple[tuple[str, ...], ...], dict[_Kind, _Members]] = collections.defaultdict(dict)
-    for i, of in enumerate(axes):
-        kind, view = _divided(of, of.mesh_axes or (), sizes)
+    for i, where in enumerate(axes):
+        kind, view = _divided(where, where.mesh_axes or (), sizes)
         within = {*itertools.chain(*kind.mesh_axes)}
-        known = {*itertools.chain(*(of.mesh_axes or ()))}
+        known = {*itertools.chain(*(where.mesh_axes or ()))}
         over = tuple(name for name in sizes if name in within)
         among = tuple(name for name in sizes if name in dealing.over and name not in known)
         groups[over, among].setdefault(kind, {})[i] = view

@@ -1,10 +1,9 @@
 """Muon's direction of each array: matrices by Newton-Schulz, all other leaves by Adam.
 
-Matrices are never packed, so everything here is a list with an entry for each array: lists for
-matrices have None for all other arrays, and the other way round.
+Matrices are never packed, so a list has an entry for each array: one of matrices, or one of others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -21,7 +20,7 @@ from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import MatrixOptions
 from jgrad._inputs.moment import Moment, Step
 from jgrad._layers import matrix_axes
-from jgrad._layers.matrix_axes import Array, MatrixAxes
+from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
 from jgrad._muon import newton_schulz, orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
@@ -36,7 +35,7 @@ _EPSILON = 1e-8
 
 T = TypeVar("T")
 PerArray: TypeAlias = list[T]
-Axes: TypeAlias = PerArray[MatrixAxes | None]
+Axes: TypeAlias = PerArray[MatrixAxes]
 
 
 MuonRule = Literal["muon", "normuon"]
@@ -75,71 +74,79 @@ class Directions(NamedTuple):
       direction: of each array.
       mw: new first moments.
       vw: new second moments.
-      signs: of each array one that has the signs of Adam's direction.
+      signs: of each array one that has the signs of the direction.
     """
 
-    direction: PerArray[Array]
+    direction: PerArray[jax.Array]
     mw: PerArray[Leaf]
     vw: PerArray[Leaf]
-    signs: PerArray[Array]
+    signs: PerArray[jax.Array]
 
 
 def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     """The direction of each array, and the new moments."""
-    matrices: Axes = inputs.per_array(step.matrices)
-    both = list(zip(inputs.g, matrices, strict=True))
-    g = [x if of else None for x, of in both]
-    axes = [of.whole if of and x is not None else None for x, of in both]
-    g_of_others = [None if of else x for x, of in both]
+    matrices = inputs.per_array(step.matrices)
+    both = TwoKinds.where(matrices)
+    beta = (muon.momentum if muon.fraction is None else muon.error_decay).read(inputs, step)
+    arguments = leafwise.at((matrices, inputs.g, beta), both.first)
+    moments = list(step.moments.values())
+    arguments = *arguments, *(x.at(both.first) for x in moments)
+    orthogonal = _matrix_directions(inputs.function, muon, step.numbers, *arguments)
+    of_adam = muon.adam.read(inputs, step)
+    pairs, mw, vw = adam_of.adam_of_leaf(
+        leafwise.at(inputs.g, both.second),
+        *(x.at(both.second) for x in moments),
+        leafwise.at(of_adam, both.second),
+    )
+    others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
+    return Directions(*map(both.together, orthogonal, others))
 
-    first, second = step.moments["mw"], step.moments["vw"]
+
+def _matrix_directions(
+    function: str,
+    muon: MuonOptions,
+    call_numbers: Mapping[str, Leaf],
+    matrices: Axes,
+    g: PerArray[jax.Array],
+    beta: BetaForms,
+    first: Moment,
+    second: Moment,
+) -> Directions:
+    """Those of matrices, of which alone all arguments are."""
+    axes = [of.whole for of in matrices]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
-    is_taken: PerArray[Array] | None = None
+    is_taken: PerArray[jax.Array] | None = None
     if muon.fraction is None:
-        if (decay := step.numbers.get("error_decay")) is not None:
+        if (decay := call_numbers.get("error_decay")) is not None:
             without = "without `fraction`"
-            refuse_without_effect(inputs.function, "error_decay", decay, None, without)
-        momentum = _look_ahead if muon.nesterov else average_of_leaf
-        m, mw_of_matrices = momentum(g, first, muon.momentum.read(inputs, step))
-        m = matrix_axes.each(MatrixAxes.gathered, matrices, m)
-        x = orthogonalize.orthogonalized(inputs.function, m, axes, steps, muon.shard_over)
+            refuse_without_effect(function, "error_decay", decay, None, without)
+        averaged = _look_ahead if muon.nesterov else average_of_leaf
+        m, mw = averaged(g, first, beta)
+        m = list(map(MatrixAxes.gathered, matrices, m))
+        x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
     else:
-        check_no_momentum(inputs.function, muon.fraction, step.numbers.get("momentum"))
-        old = [None if x is None else y for x, y in zip(g, first.old, strict=True)]
-        sums = leafwise.apply(rules.add_scaled, g, old)
+        check_no_momentum(function, muon.fraction, call_numbers.get("momentum"))
+        sums = leafwise.apply(rules.add_scaled, g, first.old)
         x, is_taken = orthogonalize.orthogonalized_rows(
-            inputs.function,
-            matrix_axes.each(MatrixAxes.gathered, matrices, sums),
+            function,
+            list(map(MatrixAxes.gathered, matrices, sums)),
             axes,
             steps,
             muon.shard_over,
             fraction=muon.fraction,
             of_outputs=is_normuon,
         )
-        there = matrix_axes.each(MatrixAxes.local_part, matrices, is_taken)
-        decay = muon.error_decay.read(inputs, step).value
-        _, mw_of_matrices = _stored(leafwise.apply(_decayed_rows, sums, there, decay), first)
-    vw_of_matrices: PerArray[Leaf] = [None] * len(x)
+        there = list(map(MatrixAxes.local_part, matrices, is_taken))
+        decayed = leafwise.apply(_decayed_rows, sums, there, beta.value)
+        _, mw = _stored(decayed, first)
+    vw = second.old  # which are none in Muon itself
     if is_normuon:
-        beta = numbers.beta(inputs.function, "normuon_beta", muon.normuon_beta)
-        x, vw_of_matrices = _with_equal_outputs(x, matrices, axes, is_taken, second, beta)
-    x = leafwise.apply(rules.scale_by, x, factors_of(inputs.function, muon.scale, axes))
-
-    of_adam = muon.adam.read(inputs, step)
-    pairs, mw, vw = adam_of.adam_of_leaf(g_of_others, first, second, of_adam)
-    others, signs = ([pair and pair[k] for pair in pairs] for k in (0, 1))
-    return Directions(
-        either(matrix_axes.each(MatrixAxes.local_part, matrices, x), others),
-        either(mw_of_matrices, mw),
-        either(vw_of_matrices, vw),
-        signs,
-    )
-
-
-def either(first: PerArray[Leaf], second: PerArray[Leaf]) -> PerArray[Leaf]:
-    """Each entry of the first list, or that of the second where it is None."""
-    return [y if x is None else x for x, y in zip(first, second, strict=True)]
+        of_outputs = numbers.beta(function, "normuon_beta", muon.normuon_beta)
+        x, vw = _with_equal_outputs(x, matrices, axes, is_taken, second, of_outputs)
+    x = leafwise.apply(rules.scale_by, x, factors_of(function, muon.scale, axes))
+    x = list(map(MatrixAxes.local_part, matrices, x))
+    return Directions(x, mw, vw, signs=x)
 
 
 def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
@@ -153,42 +160,42 @@ def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
 
 
 def factors_of(
-    function: str, scale: Callable[[int, int], Scalar], axes: PerArray[MatrixAxes | None]
-) -> PerArray[Array]:
+    function: str, scale: Callable[[int, int], Scalar], axes: Axes
+) -> PerArray[jax.Array]:
     """For each array a scalar, or one number per output where it has blocks of several sizes.
 
     Matrices with equal sizes share one in the program.
     """
     factors: dict[tuple[int, int], jax.Array] = {}
-    of_arrays: PerArray[Array] = [None] * len(axes)
-    for i, of in enumerate(axes):
-        sizes = [] if of is None else [piece.sizes for piece in matrix_axes.pieces(of)]
+    numbers_of_arrays: PerArray[jax.Array] = []
+    for of in axes:
+        sizes = [piece.sizes for piece in matrix_axes.pieces(of)]
         for size in sizes:
             if size not in factors:
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
                 factors[size] = numbers.scalar(function, f"scale{size}", x)
-        if of is not None and len(set(sizes)) > 1:
-            of_arrays[i] = matrix_axes.per_output([factors[size] for size in sizes], of)
-        elif of is not None:
-            of_arrays[i] = factors[sizes[0]]
-    return of_arrays
+        is_one = len(set(sizes)) == 1
+        scales = [factors[size] for size in sizes]
+        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, of))
+    return numbers_of_arrays
 
 
 def _with_equal_outputs(
-    x: PerArray[Array],
+    x: PerArray[jax.Array],
     matrices: Axes,
     axes: Axes,
-    is_taken: PerArray[Array] | None,
+    is_taken: PerArray[jax.Array] | None,
     vw: Moment,
     beta: BetaForms,
-) -> tuple[PerArray[Array], PerArray[Leaf]]:
+) -> tuple[PerArray[jax.Array], PerArray[Leaf]]:
     """NorMuon: outputs divided by the root of their mean squares, averaged over updates.
 
     Those of rows that wait are zeros, and their averages wait, too.
     """
 
-    def local(numbers: PerArray[Array]) -> PerArray[Array]:
-        return matrix_axes.each(MatrixAxes.local_part, matrices, numbers, per_output=True)
+    def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
+        pairs = zip(matrices, numbers, strict=True)
+        return [of.local_part(x, per_output=True) for of, x in pairs]
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
@@ -196,7 +203,8 @@ def _with_equal_outputs(
     else:
         there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
-    averages = matrix_axes.each(MatrixAxes.gathered, matrices, averages, per_output=True)
+    pairs = zip(matrices, averages, strict=True)
+    averages = [of.gathered(x, per_output=True) for of, x in pairs]
     return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 

@@ -61,50 +61,50 @@ _SCALES: dict[str | None, ScaleFunction] = {
 class MatrixDescent(NamedTuple):
     """Learning rates and decays of matrices, and of all other leaves where these have their own."""
 
-    of_matrices: kinds.DescentOptions
-    of_others: kinds.DescentOptions
+    for_matrices: kinds.DescentOptions
+    for_others: kinds.DescentOptions
 
     @classmethod
     def of(
         cls,
-        of_matrices: kinds.DescentOptions,
+        for_matrices: kinds.DescentOptions,
         adam_learning_rate: LearningRate | None,
         adam_weight_decay: Number | None,
     ) -> MatrixDescent:
         """Of the arguments of a factory, by their usual names."""
         decay = dataclasses.replace(
-            of_matrices.weight_decay,
+            for_matrices.weight_decay,
             name="adam_weight_decay",
             value=adam_weight_decay,
             is_optional=True,
         )
         rate = kinds.Rate("adam_learning_rate", adam_learning_rate, is_optional=True)
-        return cls(of_matrices, kinds.DescentOptions(rate, decay))
+        return cls(for_matrices, kinds.DescentOptions(rate, decay))
 
     def check(self, function: str) -> None:
         """What a factory can."""
-        self.of_matrices.check(function)
-        self.of_others.check(function)
+        self.for_matrices.check(function)
+        self.for_others.check(function)
 
     def read(self, inputs: Inputs, step: Step) -> Descent:
         """Those of one update."""
-        of, others = self.of_matrices, self.of_others
-        rule = of.weight_decay.rule
-        decays = _of_both_kinds(inputs, step, of.weight_decay, others.weight_decay)
-        rates = _of_both_kinds(inputs, step, of.learning_rate, others.learning_rate)
+        matrices, others = self.for_matrices, self.for_others
+        rule = matrices.weight_decay.rule
+        decays = _per_kind(inputs, step, matrices.weight_decay, others.weight_decay)
+        rates = _per_kind(inputs, step, matrices.learning_rate, others.learning_rate)
         return Descent(rules.optional(decays, rule), rates, rule)
 
 
-def _of_both_kinds(
+def _per_kind(
     inputs: Inputs,
     step: Step,
-    of_matrices: kinds.Rate | kinds.Decay,
-    of_others: kinds.Rate | kinds.Decay,
+    for_matrices: kinds.Rate | kinds.Decay,
+    for_others: kinds.Rate | kinds.Decay,
 ) -> list[Leaf]:
     """An option for each array: that of matrices, or Adam's, if it has its own."""
-    entries = of_matrices.of_leaves(inputs, step)
-    if of_others.is_given(step):
-        columns = zip(entries, of_others.of_leaves(inputs, step), step.matrices, strict=True)
+    entries = for_matrices.leaf_values(inputs, step)
+    if for_others.is_given(step):
+        columns = zip(entries, for_others.leaf_values(inputs, step), step.matrices, strict=True)
         entries = [y if axes is None else x for x, y, axes in columns]
     return inputs.per_array(entries)
 
@@ -164,13 +164,13 @@ def _muon(
     if muon.fraction is not None:
         check_no_momentum(name, muon.fraction, muon.momentum.value)
 
-    def compute(inputs: Inputs, step: Step) -> tuple[list[Array], list[Leaf], list[Leaf]]:
+    def compute(inputs: Inputs, step: Step) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, muon)
         if descent is None:
             return new.direction, new.mw, new.vw
-        of_update = descent.read(inputs, step)
-        signs = new.signs if of_update.rule == "cautious" else None
-        return of_update.updates(new.direction, inputs.w, signs), new.mw, new.vw
+        descent_now = descent.read(inputs, step)
+        signs = new.signs if descent_now.rule == "cautious" else None
+        return descent_now.updates(new.direction, inputs.w, signs), new.mw, new.vw
 
     shapes_of = functools.partial(_shapes, muon=muon)
     return transformation(name, compute, shapes_of=shapes_of, moments=moments)
@@ -183,13 +183,13 @@ def _shapes(inputs: Parameters, muon: MuonOptions) -> Shapes:
     """
     matrices = muon.matrices.find(inputs)
 
-    def of_second(x: Array, of: MatrixAxes | None) -> jax.ShapeDtypeStruct | None:
-        if x is None or not checks.is_inexact(x) or (of is not None and muon.rule == "muon"):
+    def second_shape(x: Array, axes: MatrixAxes | None) -> jax.ShapeDtypeStruct | None:
+        if x is None or not checks.is_inexact(x) or (axes is not None and muon.rule == "muon"):
             return None
-        return jax.ShapeDtypeStruct(x.shape if of is None else of.per_output, x.dtype)
+        return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
 
     pairs = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
-    vw = trees.flatten(inputs.tree)[1].unflatten([of_second(*pair) for pair in pairs])
+    vw = trees.flatten(inputs.tree)[1].unflatten([second_shape(*pair) for pair in pairs])
     return Shapes({"mw": inputs.tree, "vw": vw}, matrices)
 
 
@@ -338,7 +338,7 @@ def muon(
       arXiv 2602.15763), and `split_sizes` in `dion`.
     """
     name = "muon"
-    of_direction = MuonOptions(
+    options = MuonOptions(
         matrices=MatrixOptions(matrices, output_axes, split, layer_axes, mesh_axes),
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
@@ -363,7 +363,7 @@ def muon(
         adam_learning_rate,
         adam_weight_decay,
     )
-    tx = _muon(name, of_direction, moments, descent)
+    tx = _muon(name, options, moments, descent)
     chosen = jax.tree.leaves(matrices, is_leaf=trees.is_leaf)
     is_for_all = bool(chosen) and all(x is True for x in chosen)
     if adam_learning_rate is None and scale != "match_rms_adamw" and not is_for_all:
@@ -423,7 +423,7 @@ def scale_by_muon(
     Source: as `muon`.
     """
     name = "scale_by_muon"
-    of_direction = MuonOptions(
+    options = MuonOptions(
         matrices=MatrixOptions(matrices, output_axes, split, layer_axes, mesh_axes),
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
@@ -443,4 +443,4 @@ def scale_by_muon(
         ),
     )
     moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)
-    return _muon(name, of_direction, moments)
+    return _muon(name, options, moments)

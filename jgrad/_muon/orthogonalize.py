@@ -85,36 +85,40 @@ def orthogonalize(
     """
     packing.check_unpacked(_NAME, "x", x)
     arg = ArgLeaves.from_tree(_NAME, "x", checks.values_of(x)).with_arrays()
-    for i, leaf in enumerate(arg.leaves):
-        if not (leaf is None or checks.is_inexact(leaf)):
+    there = [i for i, leaf in enumerate(arg.leaves) if leaf is not None]
+    for i in there:
+        leaf = arg.leaves[i]
+        if not checks.is_inexact(leaf):
             arg.fail(i, TypeError, f"{checks.describe(leaf)}, expected a floating array")
     stacked = ArgLeaves.from_prefix(_NAME, "layer_axes", read_layer_axes(_NAME, layer_axes), "x", x)
     of_outputs = read_layer_axes(_NAME, output_axes, "output_axes")
     outputs = ArgLeaves.from_prefix(_NAME, "output_axes", of_outputs, "x", x)
-    chosen = arg._replace(leaves=[x is not None for x in arg.leaves])
+    arg, stacked, outputs = (x.at(there) for x in (arg, stacked, outputs))
+    chosen = arg._replace(leaves=[True] * len(there))
     layers = matrix_options.layers_of(chosen, stacked, arg)
     for i, of in enumerate(layers):
-        if chosen.leaves[i]:
-            matrix_options.check_is_matrix(arg, i, of)
+        matrix_options.check_is_matrix(arg, i, of)
     new = orthogonalized(
         _NAME,
         arg.leaves,
-        matrix_options.of_leaves(layers, outputs, chosen),
+        [of for of in matrix_options.of_leaves(layers, outputs, chosen) if of],
         newton_schulz.steps(
             read_coefficients(_NAME, coefficients), check_compute_dtype(_NAME, compute_dtype)
         ),
     )
-    return trees.flatten(x)[1].unflatten(cast_back(new, arg.leaves))
+    leaves = dict(zip(there, cast_back(new, arg.leaves), strict=True))
+    structure = trees.flatten(x)[1]
+    return structure.unflatten(map(leaves.get, range(structure.num_leaves)))
 
 
 def orthogonalized(
     function: str,
-    arrays: Sequence[jax.Array | None],
-    axes: Sequence[MatrixAxes | None],
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
     steps: Function,
     shard_over: tuple[str, ...] = (),
-) -> list[jax.Array | None]:
-    """Each matrix of each array, in float32 or wider; None for None.
+) -> list[jax.Array]:
+    """Each matrix of each array, in float32 or wider.
 
     Args:
       function: whose errors they are.
@@ -132,14 +136,14 @@ def orthogonalized(
 
 def orthogonalized_rows(
     function: str,
-    arrays: Sequence[jax.Array | None],
-    axes: Sequence[MatrixAxes | None],
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
     steps: Function,
     shard_over: tuple[str, ...] = (),
     *,
     fraction: float,
     of_outputs: bool,
-) -> list[list[jax.Array | None]]:
+) -> list[list[jax.Array]]:
     """Of each matrix the rows with the largest 1-norms, orthogonalized, and zeros in the others.
 
     And of each array which of its elements are in such rows.
@@ -165,11 +169,11 @@ def orthogonalized_rows(
 
 def _of_runs(
     function: str,
-    arrays: Sequence[jax.Array | None],
-    axes: Sequence[MatrixAxes | None],
+    arrays: Sequence[jax.Array],
+    axes: Sequence[MatrixAxes],
     shard_over: tuple[str, ...],
     compute: Callable[..., tuple[list[jax.Array], ...]],
-) -> list[list[jax.Array | None]]:
+) -> list[list[jax.Array]]:
     """What is computed of arrays without blocks, as arrays like those that are given.
 
     Args:
@@ -179,8 +183,8 @@ def _of_runs(
       shard_over: see there.
       compute: (arrays, axes, dealing) -> lists of arrays of the same shapes.
     """
-    pairs = [(x, of) for x, of in zip(arrays, axes, strict=True) if x is not None and of]
-    dealing = mesh_with(function, [x for x, _ in pairs], shard_over) if shard_over else None
+    pairs = list(zip(arrays, axes, strict=True))
+    dealing = mesh_with(function, arrays, shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, dealing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
     of_runs = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
@@ -192,8 +196,7 @@ def _of_runs(
             if dealing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
                 o = _moved(o, dealing.mesh, moved.mesh_axes, of.mesh_axes)
             new.append(sharded_as(o, x))
-        in_order = iter(new)
-        lists.append([None if x is None else next(in_order) for x in arrays])
+        lists.append(new)
     return lists
 
 

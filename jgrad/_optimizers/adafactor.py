@@ -27,7 +27,7 @@ from jgrad._inputs.transformation import AdafactorState, MomentOptions, transfor
 from jgrad._layers import matrix_axes, norms
 from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes, read_layer_axes
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
 from jgrad._layers.trust import quotient
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import (
@@ -217,9 +217,9 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 
 
 def _shapes(inputs: Parameters, chosen: _Options, *, mw: bool) -> Shapes:
-    """The shapes of the moments; and where the matrices are of each array that is factored."""
+    """The shapes of the moments; and where the matrices are of each leaf that is factored."""
     matrices = _matrices(inputs, chosen)
-    both = zip(inputs.reference.leaves, matrices, strict=True)
+    both = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
     vw = [x if axes is None else _shape(axes, x) for x, axes in both]
     structure = trees.flatten(inputs.tree)[1]
     first = {"mw": inputs.tree} if mw else {}
@@ -233,7 +233,7 @@ def _shape(axes: MatrixAxes, x: Any) -> Factors:
 
 
 def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
-    """Of each array that is factored, where its matrices are."""
+    """Of each leaf that is factored, where its matrices are; an error if it is packed."""
     leaves, structure = trees.flatten(inputs.shapes)
     stacked = layer_options.stacked_axes(inputs, chosen.layer_axes).leaves
     counts = [0 if x is None else len(of.values) for x, of in zip(leaves, stacked, strict=True)]
@@ -249,26 +249,23 @@ def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
         None if of is None or min(of.whole.sizes) < chosen.min_side else of
         for of in (of and of.in_shard_map for of in found)
     ]
-    per_array: list[MatrixAxes | None] = []
     for spec in inputs.specs:
-        of_array = [factored[i] for i in spec.positions]
-        if not spec.is_unpacked and any(of_array):
-            i = next(i for i in spec.positions if factored[i])
+        for i in () if spec.is_unpacked else filter(factored.__getitem__, spec.positions):
             arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
             remedy = (
                 "which is factored, expected it unpacked: `pack_small`, or `max_size` of `pack`"
             )
             arg.fail(i, ValueError, f"a packed matrix of shape {leaves[i].shape}, {remedy}")
-        per_array.append(of_array[0])
-    return per_array
+    return factored
 
 
 # ---- the method, on lists of leaves ------------------------------------------------------------
 
 
-def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call | None], list[Any]]:
+def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call], list[Any]]:
     """The calls that divide gradients by the roots of their averaged squares; and these."""
-    name, axes = inputs.function, step.matrices
+    name, matrices = inputs.function, inputs.per_array(step.matrices)
+    both = TwoKinds.where(matrices)
     is_torch = chosen.rule == "torch"
     first = chosen.epsilon[0]
     least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
@@ -277,43 +274,40 @@ def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call 
     beta = _beta2(name, chosen, step)
 
     g = list(map(_as_read_in_branches, inputs.g))
-    means = matrix_axes.on_matrices(_mean_squares, axes, g)
+    axes, matrix_gradients, floors = leafwise.at((matrices, g, least), both.first)
+    means = matrix_axes.on_matrices(_mean_squares, axes, matrix_gradients)
+    vw = step.moments["vw"].at(both.first)
     (rows, new_rows), (columns, new_columns) = (
-        average_of_leaf([x and x[k] for x in means], _part(step.moments["vw"], field), beta)
+        average_of_leaf([x[k] for x in means], _part(vw, field), beta)
         for k, field in enumerate(Factors._fields)
     )
-    roots = matrix_axes.on_matrices(_inverse_roots, axes, rows, columns, least, rule=chosen.rule)
-    alone = [x if of is None else None for x, of in zip(g, axes, strict=True)]
-    squares = leafwise.apply(_squares, alone)
-    elements, new_elements = average_of_leaf(squares, _part(step.moments["vw"], None), beta)
+    factors = rows, columns, floors
+    roots = matrix_axes.on_matrices(_inverse_roots, axes, *factors, rule=chosen.rule)
+    by_factors: list[Call] = []
+    for x, of, ab, floor in zip(matrix_gradients, axes, roots, floors, strict=True):
+        by = _by_bounded_factors if is_torch else _by_factors
+        bounded = leafwise.fixed(by, terms=_terms(x, of))
+        by_factors.append((bounded, (x, *ab, floor) if is_torch else (x, *ab)))
 
-    u: list[Call | None] = []
-    for x, of, ab, v, floor in zip(g, axes, roots, elements, least, strict=True):
-        if of is not None and ab is not None:
-            by = _by_bounded_factors if is_torch else _by_factors
-            bounded = leafwise.fixed(by, terms=_terms(x, of))
-            u.append((bounded, (x, *ab, floor) if is_torch else (x, *ab)))
-        elif v is not None:
-            u.append((_by_bounded_elements if is_torch else _by_elements, (x, v, floor)))
-        else:
-            u.append(None)
-    both = zip(new_rows, new_columns, new_elements, strict=True)
-    return u, [v if r is None else Factors(r, c) for r, c, v in both]
+    others, floors = leafwise.at((g, least), both.second)
+    squares = step.moments["vw"].at(both.second)
+    elements, new_elements = average_of_leaf(leafwise.apply(_squares, others), squares, beta)
+    by = _by_bounded_elements if is_torch else _by_elements
+    by_elements = [(by, x) for x in zip(others, elements, floors, strict=True)]
+    u = both.together(by_factors, by_elements)
+    return u, both.together(list(map(Factors, new_rows, new_columns)), new_elements)
 
 
-def _part(moment: Moment, name: str | None) -> Moment:
-    """Those rows or columns that leaves have, or with None the leaves that are not factored."""
-    if name is None:
-        old = [None if isinstance(x, Factors) else x for x in moment.old]
-    else:
-        old = [getattr(x, name) if isinstance(x, Factors) else None for x in moment.old]
+def _part(moment: Moment, name: str) -> Moment:
+    """The rows of all leaves, or their columns."""
     random = None if moment.random is None else moment.random.of_parts()
+    old = [getattr(x, name) for x in moment.old]
     return dataclasses.replace(moment, old=old, random=random)
 
 
 def _epsilon(x: Any) -> float:
     """That of the dtype of a parameter, as PyTorch has it."""
-    return float(jnp.finfo(x.dtype).eps) if checks.is_inexact(x) else 0.0
+    return float(jnp.finfo(x.dtype).eps)
 
 
 def _beta2(name: str, chosen: _Options, step: Step) -> BetaForms:
@@ -335,27 +329,27 @@ def _as_read_in_branches(x: Any) -> Any:
     return narrow(x) if told().share is None else x
 
 
-def _factors(inputs: Inputs, u: Sequence[Call | None], chosen: _Options) -> list[list[jax.Array]]:
+def _factors(inputs: Inputs, u: Sequence[Call], chosen: _Options) -> list[list[jax.Array]]:
     """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
     name = inputs.function
     factors: list[list[jax.Array]] = [[] for _ in u]
     axes = _layers(inputs, chosen)
-    there = sorted((i for i, x in enumerate(u) if x is not None), key=lambda i: axes[i].sort_key)
-    layers = [axes[i] for i in there]
+    in_order = sorted(range(len(u)), key=lambda i: axes[i].sort_key)
+    layers = [axes[i] for i in in_order]
     measured: list[list[Call]] = []
     rules_of, least = [], []
     if chosen.clip_threshold is not None:
-        measured.append([x for x in (u[i] for i in there) if x is not None])
+        measured.append([u[i] for i in in_order])
         rules_of.append(_clip)
         least.append(numbers.scalar(name, "clip_threshold", chosen.clip_threshold))
     if chosen.scale_by_parameter:
         w = inputs.require_params("the scale of the weights")
-        measured.append([(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in there])
+        measured.append([(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in in_order])
         rules_of.append(_scale)
         least.append(numbers.scalar(name, "epsilon", chosen.epsilon[1]))
-    if not (there and measured):
+    if not (u and measured):
         return factors
-    roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in there]
+    roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in in_order]
     sizes = norms.in_batches(layers, roots)
     found = norms.layer_norms(layers, *measured)
     for rule, bound, batches in zip(rules_of, least, found, strict=True):
@@ -363,7 +357,7 @@ def _factors(inputs: Inputs, u: Sequence[Call | None], chosen: _Options) -> list
             rule(x, jnp.concatenate(size), jnp.asarray(bound))
             for x, size in zip(batches, sizes, strict=True)
         ]
-        for i, x in zip(there, norms.split(layers, made), strict=True):
+        for i, x in zip(in_order, norms.split(layers, made), strict=True):
             factors[i].append(x)
     return factors
 
@@ -532,11 +526,9 @@ def adafactor(
         rates = leafwise.per_leaf(all_rates, len(u))
         if rule == "torch":
             most = step.as_float**-0.5
-            rates = [x if x is None else jnp.minimum(x, most.astype(x.dtype)) for x in rates]
+            rates = [jnp.minimum(x, most.astype(x.dtype)) for x in rates]
         columns = zip(leafwise.run(u), _factors(inputs, u, chosen), rates, strict=True)
-        d = leafwise.run(
-            [x if x is None else (rules.scale_by, (x, *by, rate)) for x, by, rate in columns]
-        )
+        d = leafwise.run([(rules.scale_by, (x, *by, rate)) for x, by, rate in columns])
         of_update = Descent(decay, all_rates, weight_decay_rule, has_rate=True)
         if (beta := kinds.momentum_of(buffer, inputs, step)) is None:
             return of_update.updates(d, inputs.w), vw

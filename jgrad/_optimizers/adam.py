@@ -143,13 +143,13 @@ def numbers_of(
     args = (step, beta1.log, beta2.log, epsilon)
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
-    of_leaves = [None if type(None) in map(type, row) else row for row in zip_leaves(*args)]
+    of_leaves = zip_leaves(*args)
     # Leaves that share their numbers share the result: one scalar in the program, not one per leaf.
     known = {
         tuple(map(id, row)): correct(*row)
-        for row in {tuple(map(id, r)): r for r in of_leaves if r}.values()
+        for row in {tuple(map(id, r)): r for r in of_leaves}.values()
     }
-    results = [(None, None) if row is None else known[tuple(map(id, row))] for row in of_leaves]
+    results = [known[tuple(map(id, row))] for row in of_leaves]
     return Numbers(beta1, beta2, [x for x, _ in results], [x for _, x in results])
 
 
@@ -238,7 +238,7 @@ def adam_step(
     check_correction("adam_step", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(cast(PyTree, dcdw), mw, vw, n)
-    return functional.returned([x and x[0] for x in directions], *moments)
+    return functional.returned([x for x, _ in directions], *moments)
 
 
 @functional.update(
@@ -307,7 +307,7 @@ def adam_update(
     check_correction("adam_update", bias_correction)
     n = numbers_of(beta1, beta2, epsilon, bias_correction, step)
     directions, *moments = adam_of_leaf(dcdw, mw_tm1, vw_tm1, n)
-    new = apply(rules.descent, [x and x[0] for x in directions], lr)
+    new = apply(rules.descent, [x for x, _ in directions], lr)
     return functional.returned(new, *moments)
 
 

@@ -169,7 +169,7 @@ def _numbers_of(
     if list not in map(type, args):
         return _Numbers(of_adam, beta2, *_ahead(*args))
     of_leaves = apply(_ahead, *args)
-    return _Numbers(of_adam, beta2, *([x and x[k] for x in of_leaves] for k in range(2)))
+    return _Numbers(of_adam, beta2, *([x[k] for x in of_leaves] for k in range(2)))
 
 
 @of_one_leaf
@@ -282,7 +282,7 @@ def adan_update(
     """
     n = _numbers_of(beta1, beta2, beta3, epsilon, step)
     directions, *moments = adan_of_leaf(dcdw, mw_tm1, vw_tm1, dw_tm1, gw_tm1, n)
-    new = apply(rules.descent, [x and x[0] for x in directions], lr)
+    new = apply(rules.descent, [x[0] for x in directions], lr)
     return functional.returned(new, *moments)
 
 
@@ -346,9 +346,9 @@ def adan(
 
     The betas are decay rates, as in the authors' code; the paper calls 1 - beta what is beta here.
     `optax.adan` weighs the differences by 1 - beta2 instead of beta2, so it is the same method at
-    `b2=0.5` and `eps_root=0` only. The paper's weight decay divides the new weights: (w -
-    learning_rate delta) / (1 + learning_rate weight_decay). The decoupled rule is equal to it at
-    the learning rate learning_rate / (1 + learning_rate weight_decay).
+    `b2=0.5` and `eps_root=0` only. In the paper, w' = (w - learning_rate delta) / (1 +
+    learning_rate weight_decay), which is the decoupled rule with its learning rate divided by
+    `1 + learning_rate * weight_decay`.
 
     Args:
       learning_rate: a number in [0, inf), an array, or a schedule, which is a function of the

@@ -206,14 +206,14 @@ def gradient_descent(
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        of_update, inside = descent.read(inputs, step), None
+        descent_now, inside = descent.read(inputs, step), None
         if coupled:
-            of_update, inside = of_update._replace(decay=None), of_update.decay
+            descent_now, inside = descent_now._replace(decay=None), descent_now.decay
         beta = kinds.momentum_of(buffer, inputs, step)
         return _direction_of_leaf.update(
             inputs,
             *(inputs.g, step.moments.get("mw"), beta and beta.value, inputs.w, inside),
-            descent=of_update,
+            descent=descent_now,
             nesterov=nesterov,
         )
 

@@ -114,23 +114,20 @@ def _updates(
     independent = decay_rule == "independent"
     inside = None if independent else rules.optional(lamb.weight_decay)
     leaves, *new = _directions_of_leaf(g, mw, vw, lamb.adam, w, inside, rule=decay_rule)
-    deltas: list[Call | None] = [None] * len(w)
-    decayed: list[Call | None] = [None] * len(w)
+    deltas: list[Call] = []
+    decayed: list[Call] = []
     columns = zip_leaves(w, leaves, lamb.adam.alpha, lamb.adam.epsilon, inside)
-    for i, (x, of_leaf, alpha, epsilon, decay) in enumerate(columns):
-        if of_leaf is None:
+    with_decay = leafwise.fixed(_decayed_delta, rule=decay_rule)
+    for i, (x, (m, v, delta, direction), alpha, epsilon, decay) in enumerate(columns):
+        if kernels_of((mw,), i):  # which writes them: elsewhere norms compute them again
+            deltas.append((leafwise.identity, (delta,)))
+            decayed.append((leafwise.identity, (direction,)))
             continue
-        m, v, delta, direction = of_leaf
-        if (
-            kernels_of((mw,), i) is not None
-        ):  # which writes them: elsewhere norms compute them again
-            deltas[i] = leafwise.identity, (delta,)
-            decayed[i] = leafwise.identity, (direction,)
-            continue
-        deltas[i] = decayed[i] = adam.delta, (m, v, alpha, epsilon)
-        if decay is not None:
-            with_decay = leafwise.fixed(_decayed_delta, rule=decay_rule)
-            decayed[i] = with_decay, (m, v, x, alpha, epsilon, decay)
+        deltas.append((adam.delta, (m, v, alpha, epsilon)))
+        if decay is None:
+            decayed.append(deltas[-1])
+        else:
+            decayed.append((with_decay, (m, v, x, alpha, epsilon, decay)))
     if rule == "paper":
         deltas, decayed = computed_once(decayed, layers)
     steps = scaled_by_trust_ratio(
@@ -450,9 +447,9 @@ def scale_by_trust_ratio(
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, optax.EmptyState]:
-        inputs = Inputs(name, updates, params, told())
+        inputs = Inputs(name, updates, params, told()).updated()
         w = inputs.require_params("the trust ratio")
-        directions = [None if g is None else (leafwise.identity, (g,)) for g in inputs.g]
+        directions = [(leafwise.identity, (g,)) for g in inputs.g]
         scaled_directions = scaled_by_trust_ratio(
             w,
             directions,

@@ -92,7 +92,7 @@ def _scaled(
     scale: Function,
 ) -> list[Any]:
     """ratio (g + decay w), and the rates; in Ivy's rule decay acts in the ratio alone."""
-    gradients = [None if x is None else (leafwise.identity, (x,)) for x in g]
+    gradients = [(leafwise.identity, (x,)) for x in g]
     if rule == "ivy":
         return scaled_by_trust_ratio(
             w,
@@ -107,7 +107,7 @@ def _scaled(
         )
     columns = zip_leaves(gradients, rules.optional(lars.weight_decay), w)
     directions = [
-        call if call is None or decay is None else (rules.add_scaled, (*call[1], x, decay))
+        call if decay is None else (rules.add_scaled, (*call[1], x, decay))
         for call, decay, x in columns
     ]
     decayed = rule == "decayed_gradient"

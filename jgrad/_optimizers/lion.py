@@ -115,9 +115,9 @@ def _lion(
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         betas = options.beta1.read(inputs, step), options.beta2.read(inputs, step)
-        of_update = None if descent is None else descent.read(inputs, step)
+        descent_now = None if descent is None else descent.read(inputs, step)
         args = inputs.g, step.moments["mw"], *betas
-        return lion_of_leaf.update(inputs, *args, descent=of_update)
+        return lion_of_leaf.update(inputs, *args, descent=descent_now)
 
     return transformation(name, compute, has=("mw",), moments=moments)
 

@@ -23,6 +23,7 @@ from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.known_names import refuse_without_effect
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.trees import Structure
 
 _NAME = "optimizer_of_leaf"
 _MOMENTS = ("mw", "vw")
@@ -112,32 +113,32 @@ def optimizer_of_leaf(
       'int8'
     """
     checks.boolean(_NAME, "stays_finite", stays_finite)
-    name, moments, own = _read(function)
-    is_beta = {x: x.startswith("beta") for x in own}
-    forms = tuple(Beta(0, 0, 0) if is_beta[x] else 0 for x in own)
+    name, moments, arguments = _read(function)
+    is_beta = {x: x.startswith("beta") for x in arguments}
+    forms = tuple(Beta(0, 0, 0) if is_beta[x] else 0 for x in arguments)
     arrays = 1 + len(moments)
-    structure: Any = jax.tree.structure(forms)
+    structure: Structure = jax.tree.structure(forms)
 
-    def results(*args: Any) -> tuple[Any, ...]:
+    def results(*args: jax.Array) -> tuple[jax.Array, ...]:
         numbers = structure.unflatten(args[arrays:])
-        found = function(*args[:arrays], **dict(zip(own, numbers, strict=True)))
-        return found if isinstance(found, tuple) else (found,)
+        returned = function(*args[:arrays], **dict(zip(arguments, numbers, strict=True)))
+        return returned if isinstance(returned, tuple) else (returned,)
 
     no_kernel = elementwise.no_kernel(name, moments, results, structure.num_leaves)
 
     @leafwise.on_leaf(arrays=arrays)
-    def rule(*args: jax.Array, index: int) -> Any:
-        found = results(*args)[index]
-        if jnp.iscomplexobj(found) and not jnp.iscomplexobj(args[index]):
+    def rule(*args: jax.Array, index: int) -> jax.Array:
+        result = results(*args)[index]
+        if jnp.iscomplexobj(result) and not jnp.iscomplexobj(args[index]):
             expected = (
                 f"the new `{moments[index - 1]}`, which is real where the gradient is complex"
             )
-            raise TypeError(f"{name}: returned {elementwise.shown(found)}, expected {expected}.")
-        return found
+            raise TypeError(f"{name}: returned {elementwise.shown(result)}, expected {expected}.")
+        return result
 
     rules = [functools.partial(rule, index=index) for index in range(arrays)]
 
-    def of_leaf(g: jax.Array, *rest: Any) -> jax.Array:
+    def leaf_rule(g: jax.Array, *rest: Any) -> jax.Array:
         *olds, numbers = rest
         args = g, *(moment.old for moment in olds), *jax.tree.leaves(numbers)
         for moment, rule_of_moment in zip(olds, rules[1:], strict=True):
@@ -145,8 +146,8 @@ def optimizer_of_leaf(
         direction: jax.Array = rules[0](*args)
         return direction
 
-    method = LeafFunction(of_leaf, no_kernel)
-    options = [x for x in own if x != _STEP]
+    method = LeafFunction(leaf_rule, no_kernel)
+    options = [x for x in arguments if x != _STEP]
     signature = _signature(function, options)
 
     def factory(*args: Any, **kwargs: Any) -> Transformation:
@@ -159,16 +160,16 @@ def optimizer_of_leaf(
             raise TypeError(
                 f"{name}: `{missing[0]}`: missing, expected a value: it has no default."
             )
-        given = bound.arguments
-        descent = kinds.DescentOptions.of(given["learning_rate"], *[given[x] for x in _DECAY])
-        numbers = {x: (kinds.Beta if is_beta[x] else kinds.Number)(x, given[x]) for x in options}
-        form = MomentOptions(**{field: given[x] for field, x in _FORM.items()})
+        values = bound.arguments
+        descent = kinds.DescentOptions.of(values["learning_rate"], *[values[x] for x in _DECAY])
+        numbers = {x: (kinds.Beta if is_beta[x] else kinds.Number)(x, values[x]) for x in options}
+        form = MomentOptions(**{field: values[x] for field, x in _FORM.items()})
         _check(name, descent, numbers.values(), form)
         if not moments and form.dtype is not None:
             refuse_without_effect(name, "moment_dtype", form.dtype, None, "without a moment")
-        first = tuple(_at_first(given.get(x, 1.0), is_beta[x]) for x in own)
+        first = tuple(_at_first(values.get(x, 1.0), is_beta[x]) for x in arguments)
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
-        compute = _compute(descent, numbers, method, moments, own)
+        compute = _compute(descent, numbers, method, moments, arguments)
         return transformation(name, compute, has=moments, moments=form)
 
     functools.update_wrapper(factory, function)
@@ -194,15 +195,15 @@ def _compute(
     options: Mapping[str, kinds.Beta | kinds.Number],
     method: LeafFunction,
     moments: tuple[str, ...],
-    own: tuple[str, ...],
+    arguments: tuple[str, ...],
 ) -> Compute:
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        of_update = descent.read(inputs, step)
+        descent_now = descent.read(inputs, step)
         known = {name: x.read(inputs, step) for name, x in options.items()}
         known[_STEP] = step.as_float
-        numbers = tuple(_number(known[x], step) for x in own)
+        numbers = tuple(_number(known[x], step) for x in arguments)
         olds = map(step.moments.__getitem__, moments)
-        return method.update(inputs, inputs.g, *olds, numbers, descent=of_update)
+        return method.update(inputs, inputs.g, *olds, numbers, descent=descent_now)
 
     return compute
 
@@ -215,8 +216,8 @@ def _number(x: Any, step: Step) -> Any:
     def correction(log: Any) -> Any:
         return None if log is None else numerics.once(numerics.one_minus_power(log, step.as_float))
 
-    of_leaves = isinstance(x.log, list)
-    corrections = [*map(correction, x.log)] if of_leaves else correction(x.log)
+    is_per_leaf = isinstance(x.log, list)
+    corrections = [*map(correction, x.log)] if is_per_leaf else correction(x.log)
     return Beta(x.value, x.complement, corrections)
 
 
@@ -251,7 +252,7 @@ def _read(function: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
 
 def _signature(function: Callable[..., Any], numbers: Iterable[str]) -> inspect.Signature:
     """That of its factory: the learning rate, its numbers, and what all optimizers have."""
-    own, others = (inspect.signature(x).parameters for x in (function, lion))
+    arguments, others = (inspect.signature(x).parameters for x in (function, lion))
     shared = [x for name, x in others.items() if name in (*_DECAY, *_FORM.values())]
-    parameters = [others["learning_rate"], *(own[x] for x in numbers), *shared]
+    parameters = [others["learning_rate"], *(arguments[x] for x in numbers), *shared]
     return inspect.Signature(parameters, return_annotation=Transformation)

@@ -102,11 +102,12 @@ def _other(x: Leaf, axis: int) -> Leaf:
         for bitcast in (_view, jax.lax.bitcast_convert_type)
     )
     if not checks.is_array(x):
-        return jax.ShapeDtypeStruct(shape, dtype)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(x, "sharding", None))
     if isinstance(x, np.ndarray):
         return by_numpy(x)
     is_here = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    if is_here and host_memory.is_on_host(x):
+    # By its sharding: the types of arrays that orbax restored say "device" until they are copied.
+    if is_here and x.sharding.memory_kind == host_memory.KIND:
         shards = x.shape[axis] // x.sharding.shard_shape(x.shape)[axis]
         if shape[axis] % shards == 0:  # all layers together need not fit on the device
             return jax.device_put(by_numpy(np.asarray(x)), x.sharding)

@@ -100,7 +100,7 @@ class SoapState(NamedTuple):
 def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: Count) -> PyTree:
     """Before the first update: averages are zero, and each basis is the identity."""
     entries: list[OfLeaf | None] = []
-    for x, axes in zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True):
+    for x, axes in zip(_per_leaf(inputs), matrices, strict=True):
         if axes is None:
             entries.append(None)
             continue
@@ -114,7 +114,7 @@ def read(
     inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: Count, tree: PyTree
 ) -> list[OfLeaf | None]:
     """The factors of each leaf, checked against the choice of leaves."""
-    pairs = list(zip(inputs.per_leaf(inputs.reference.leaves), matrices, strict=True))
+    pairs = list(zip(_per_leaf(inputs), matrices, strict=True))
     shapes = [None if axes is None else _shapes(axes, x, max_side) for x, axes in pairs]
     like = tree_of(inputs, shapes)
     function, name = inputs.function, "state.factors"
@@ -134,6 +134,13 @@ def read(
     return [
         None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries
     ]
+
+
+def _per_leaf(inputs: Parameters) -> list[Leaf]:
+    """The array of each leaf of the unpacked tree, be it a buffer of several."""
+    pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
+    arrays = {i: x for spec, x in pairs for i in spec.positions}
+    return list(map(arrays.get, range(trees.flatten(inputs.shapes)[1].num_leaves)))
 
 
 def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
@@ -191,78 +198,60 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Leaf) -> Array:
 
 
 class Matrices(NamedTuple):
-    """The matrices of an update: an entry for each array, None where it has none.
+    """The matrices of an update: an entry for each array that has some.
 
     Attributes:
       axes: where they are.
       factors: of them.
     """
 
-    axes: Sequence[MatrixAxes | None]
-    factors: Sequence[OfLeaf | None]
+    axes: Sequence[MatrixAxes]
+    factors: Sequence[OfLeaf]
 
-    def rotated(self, arrays: Sequence[Array], *, into: bool) -> list[Array]:
+    def rotated(self, arrays: Sequence[jax.Array], *, into: bool) -> list[jax.Array]:
         """P^H X Q of each matrix, or P X Q^H."""
         return self._of_each([leafwise.fixed(_rotated, into=into)] * len(arrays), arrays)
 
-    def noise(self, m: Sequence[Array], stored: Sequence[Leaf]) -> list[Array]:
+    def noise(self, m: Sequence[jax.Array], stored: Sequence[Leaf]) -> list[jax.Array]:
         """What rounding adds to P^H M Q: of each matrix a number, at each of its elements."""
-        functions = [
-            x if x is None else leafwise.fixed(_noise, rounding=_rounding(x)) for x in stored
-        ]
+        functions = [leafwise.fixed(_noise, rounding=_rounding(x)) for x in stored]
         return self._of_each(functions, m)
 
     def _of_each(
-        self, functions: Sequence[Function | None], arrays: Sequence[Array]
-    ) -> list[Array]:
-        calls: list[Call | None] = [None] * len(arrays)
-        for i, (x, axes, own) in enumerate(zip(arrays, *self, strict=True)):
-            if x is not None and axes is not None and own is not None:
-                sides = [(run.left_basis, run.right_basis) for run in own]
-                calls[i] = leafwise.fixed(functions[i], axes=axes.whole), (axes.gathered(x), sides)
+        self, functions: Sequence[Function], arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        calls: list[Call] = []
+        for f, x, axes, own in zip(functions, arrays, *self, strict=True):
+            sides = [(run.left_basis, run.right_basis) for run in own]
+            calls.append((leafwise.fixed(f, axes=axes.whole), (axes.gathered(x), sides)))
         pairs = zip(leafwise.run(calls), self.axes, strict=True)
-        return [x if x is None or axes is None else axes.local_part(x) for x, axes in pairs]
+        return [axes.local_part(x) for x, axes in pairs]
 
-    def averaged(self, g: Sequence[Array], beta: PerLeaf, complement: PerLeaf) -> "Matrices":
+    def averaged(self, g: Sequence[jax.Array], beta: PerLeaf, complement: PerLeaf) -> "Matrices":
         """With the averages behind this gradient."""
-        calls: list[Call | None] = [None] * len(g)
+        calls: list[Call] = []
         numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
-        for i, (x, axes, own, *both) in enumerate(zip(g, *self, *numbers, strict=True)):
-            if x is not None and axes is not None and own is not None:
-                sides = [(run.left, run.right) for run in own]
-                calls[i] = (
-                    leafwise.fixed(_averages, axes=axes.whole),
-                    (axes.gathered(x), sides, *both),
-                )
-        new = list(self.factors)
-        for i, (own, averages) in enumerate(zip(self.factors, leafwise.run(calls), strict=True)):
-            if own is not None and averages is not None:
-                pairs = zip(own, averages, strict=True)
-                new[i] = tuple(run._replace(left=x, right=y) for run, (x, y) in pairs)
+        for x, axes, own, *both in zip(g, *self, *numbers, strict=True):
+            sides = [(run.left, run.right) for run in own]
+            arguments = axes.gathered(x), sides, *both
+            calls.append((leafwise.fixed(_averages, axes=axes.whole), arguments))
+        new: list[OfLeaf] = []
+        for own, averages in zip(self.factors, leafwise.run(calls), strict=True):
+            pairs = zip(own, averages, strict=True)
+            new.append(tuple(run._replace(left=x, right=y) for run, (x, y) in pairs))
         return self._replace(factors=new)
 
-    def refreshed(
-        self,
-        function: str,
-        is_updated: Sequence[bool],
-        what: jax.Array,
-        shard_over: tuple[str, ...],
-    ) -> "Matrices":
-        """With new bases, of those that are updated."""
-        pairs = zip(self.factors, is_updated, strict=True)
-        chosen = [own if own is not None and use else None for own, use in pairs]
+    def refreshed(self, function: str, what: jax.Array, shard_over: tuple[str, ...]) -> "Matrices":
+        """With new bases."""
         sides = [
             side
-            for run in itertools.chain(*filter(None, chosen))
+            for run in itertools.chain(*self.factors)
             for side in (Side(run.left, run.left_basis), Side(run.right, run.right_basis))
             if side.basis is not None
         ]
         new = iter(bases.refreshed(function, sides, what, shard_over))
-        of_leaf = [
-            old if own is None else tuple(_with_bases(run, new) for run in own)
-            for old, own in zip(self.factors, chosen, strict=True)
-        ]
-        return self._replace(factors=of_leaf)
+        turned = [tuple(_with_bases(run, new) for run in own) for own in self.factors]
+        return self._replace(factors=turned)
 
 
 def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:

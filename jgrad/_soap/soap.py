@@ -18,14 +18,14 @@ from jgrad._inputs import kinds, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
-from jgrad._inputs.moment import Shapes, Step
+from jgrad._inputs.moment import Moment, Shapes, Step
 from jgrad._inputs.transformation import MomentOptions, MoreFields, transformation
-from jgrad._muon.directions import either
+from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
 from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
-from jgrad._trees import checks, trees
+from jgrad._trees import checks
 from jgrad._trees.annotations import (
     ArrayAxes,
     Count,
@@ -148,12 +148,12 @@ def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
 
 
 class _New(NamedTuple):
-    """What one update makes of the matrices; None for other arrays."""
+    """What one update makes of the matrices."""
 
     direction: list[Leaf]
     mw: list[Leaf]
     vw: list[Leaf]
-    factors: Sequence[OfLeaf | None]
+    factors: Sequence[OfLeaf]
 
 
 class _Numbers(NamedTuple):
@@ -163,20 +163,25 @@ class _Numbers(NamedTuple):
     epsilon: PerLeaf
 
 
-def _of_matrices(inputs: Inputs, step: Step, soap: _Options, axes: list[Any], n: _Numbers) -> _New:
-    """The step in the bases as they are; behind it new averages, and sometimes new bases."""
-    old = Matrices(axes, _per_array(inputs, step.more))
-    sizes = [of and math.prod(of.in_shard_map.whole.shape) for of in axes]
-    pairs = zip(inputs.g, sizes, strict=True)
-    g = leafwise.run(
-        [
-            None if x is None or size is None else (leafwise.fixed(_bounded, size=size), (x,))
-            for x, size in pairs
-        ]
-    )
+def _of_matrices(
+    inputs: Inputs,
+    step: Step,
+    soap: _Options,
+    old: Matrices,
+    g: list[Leaf],
+    n: _Numbers,
+    *moments: Moment,
+) -> _New:
+    """The step in the bases as they are; behind it new averages, and sometimes new bases.
+
+    Of matrices alone are gradients, numbers and moments.
+    """
+    sizes = [math.prod(of.in_shard_map.whole.shape) for of in old.axes]
+    pairs = zip(g, sizes, strict=True)
+    g = leafwise.run([(leafwise.fixed(_bounded, size=size), (x,)) for x, size in pairs])
 
     is_first, done = step.number == 1, step.number - 1
-    first, second = step.moments["mw"], step.moments["vw"]
+    first, second = moments
     m, mw = average_of_leaf(g, first, _held(is_first, n.beta1))
     count = jnp.asarray(done, float)
     of_adam = adam_of.numbers_of(n.beta1, n.beta2, n.epsilon, "moments", count)
@@ -191,10 +196,9 @@ def _of_matrices(inputs: Inputs, step: Step, soap: _Options, axes: list[Any], n:
     new = old.averaged(g, n.shampoo.value, n.shampoo.complement)
     what = jnp.where(done % soap.every == 0, bases.TURN, bases.KEEP)
     what = jnp.where(is_first, bases.BEGIN, what)
-    is_updated = [x is not None for x in g]
-    new = new.refreshed(inputs.function, is_updated, what, soap.shard_over)
-    arrays, structure = trees.flatten(new.factors)
-    kept = structure.unflatten(inputs.kept(arrays, trees.flatten(old.factors)[0]))
+    new = new.refreshed(inputs.function, what, soap.shard_over)
+    arrays = (jax.tree.leaves(x) for x in (new.factors, old.factors))
+    kept = jax.tree.unflatten(jax.tree.structure(new.factors), inputs.kept(*arrays))
     return _New(direction, mw, vw, kept)
 
 
@@ -204,15 +208,10 @@ def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
     def held(x: Leaf, first: float) -> Leaf:
         if not isinstance(x, list):
             return jnp.where(is_first, jnp.full_like(x, first), x)
-        known = {id(y): None if y is None else held(y, first) for y in x}
+        known = {id(y): held(y, first) for y in x}
         return [known[id(y)] for y in x]
 
     return BetaForms(held(beta.value, 1.0), held(beta.complement, 0.0), beta.log)
-
-
-def _per_array(inputs: Inputs, entries: Sequence[Leaf]) -> list[Leaf]:
-    """Of arrays that are a leaf each; None for buffers, in which there are no matrices."""
-    return [entries[x.positions[0]] if x.is_unpacked else None for x in inputs.specs]
 
 
 def _of_adam(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> adam_of.Numbers:
@@ -230,29 +229,36 @@ def _of_adam(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> adam_of
 def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes = _per_array(inputs, step.matrices)
+    axes = inputs.per_array(step.matrices)
     n = _Numbers(
         beta1=soap.beta1.read(inputs, step),
         beta2=soap.beta2.read(inputs, step),
         shampoo=soap.shampoo_beta.read(inputs, step),
         epsilon=soap.epsilon.read(inputs, step),
     )
-    new = _of_matrices(inputs, step, soap, axes, n)
-    g = [x if of is None else None for x, of in zip(inputs.g, axes, strict=True)]
-    first, second = step.moments["mw"], step.moments["vw"]
-    both, mw, vw = adam_of.adam_of_leaf(g, first, second, _of_adam(soap, inputs, step, n))
-    others, like = ([pair and pair[k] for pair in both] for k in (0, 1))
-    direction = either(new.direction, others)
+    both = TwoKinds.where(axes)
+    leaves = [inputs.specs[i].positions[0] for i in both.first]  # matrices are not packed
+    old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, leaves))
+    moments = list(step.moments.values())
+    arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
+    new = _of_matrices(inputs, step, soap, old, *arguments)
+    others, mw, vw = adam_of.adam_of_leaf(
+        leafwise.at(inputs.g, both.second),
+        *(x.at(both.second) for x in moments),
+        leafwise.at(_of_adam(soap, inputs, step, n), both.second),
+    )
+    direction, signs = (both.together(new.direction, [x[k] for x in others]) for k in (0, 1))
 
     descent = soap.descents.read(inputs, step)
-    signs = either(new.direction, like) if descent.rule == "cautious" else None
-    updates = descent.updates(direction, inputs.w, signs)
+    like = signs if descent.rule == "cautious" else None
+    updates = descent.updates(direction, inputs.w, like)
     if soap.first_step == "skip":
-        pairs = zip(new.direction, updates, strict=True)
-        of_matrices = [None if x is None else u for x, u in pairs]
-        updates = either(leafwise.apply(_zero_at_first, of_matrices, step.number == 1), updates)
-    of_factors = tree_of(inputs, inputs.per_leaf(new.factors))
-    return updates, either(new.mw, mw), either(new.vw, vw), of_factors
+        parts = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
+        skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
+        updates = both.together(skipped, parts[1])
+    factors_of_leaves = dict(enumerate(step.more)) | dict(zip(leaves, new.factors, strict=True))
+    of_factors = tree_of(inputs, list(factors_of_leaves.values()))
+    return updates, both.together(new.mw, mw), both.together(new.vw, vw), of_factors
 
 
 # ---- the transformation ------------------------------------------------------------------------

@@ -112,6 +112,11 @@ class ArgLeaves(NamedTuple):
         """The same, with JAX arrays for numbers and for NumPy arrays."""
         return self._replace(leaves=list(map(_as_jax_array, self.leaves)))
 
+    def at(self, rows: Sequence[int]) -> "ArgLeaves":
+        """Some of the leaves, under their paths."""
+        leaves, paths = list(map(self.leaves.__getitem__, rows)), self.paths
+        return self._replace(leaves=leaves, paths=lambda: [paths()[i] for i in rows])
+
     def fail(self, i: int, error: type[Exception], problem: str, relation: str = "") -> NoReturn:
         """Raises `function: argument relation at path: problem.`"""
         where = f"{relation}{at(self.paths()[i])}"
@@ -239,16 +244,6 @@ def parameters(arg: ArgLeaves) -> list[Leaf]:
     return list(arg.leaves)
 
 
-def none_together(weights: ArgLeaves, gradient: ArgLeaves, others: Sequence[ArgLeaves]) -> None:
-    """`None` is a missing gradient, or stands in all arguments at once; it is no number."""
-    for i, (w, g) in enumerate(zip(weights.leaves, gradient.leaves, strict=True)):
-        if w is None and g is not None:
-            gradient.fail(i, TypeError, f"{describe(g)}, expected None, as `{weights.name}` is")
-        for arg in others if g is not None else ():
-            if arg.leaves[i] is None:
-                arg.fail(i, TypeError, "None, expected an array or a number")
-
-
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
     both = list(arg.beside(reference))
@@ -300,15 +295,6 @@ def shape_and_dtype(x: Leaf) -> jax.ShapeDtypeStruct:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-
-def same_kinds(arg: ArgLeaves, reference: ArgLeaves) -> None:
-    """Complex exactly where the reference is; `None` matches everything."""
-    for i, x, r in arg.beside(reference):
-        if jnp.iscomplexobj(x) != jnp.iscomplexobj(r):
-            expected = "a complex dtype" if jnp.iscomplexobj(r) else "a real dtype"
-            problem = f"{describe(x)}, expected {expected} to match {r.dtype}"
-            arg.fail(i, TypeError, problem, f" does not match `{reference.name}`")
 
 
 def one_element(arg: ArgLeaves) -> None:

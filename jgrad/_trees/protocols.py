@@ -20,6 +20,7 @@ Code therefore never checks the type of an object, but whether its type has one 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
+# The two words for what has no type: JAX has none for trees, and their leaves are users'.
 PyTree = Any
 Leaf = Any  # an array or a number, `Blocks`, a shape, None, or whatever else a model has
 KeyPath = tuple[Any, ...]  # as JAX's tree functions return it

@@ -380,6 +380,7 @@ class _Window:
         mean: bool,
     ) -> None:
         self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
+        self.updated = inputs if all(inputs.is_updated) else inputs.updated()
         sums = inputs.moment("state.total", state.total) if self.has_sum else None
         self.sums: Leaves = sums or [None] * len(inputs.g)
         is_full = use is True and not self.has_sum
@@ -396,39 +397,44 @@ class _Window:
         self.close: Flag = True if is_full else self._emit & (self.divisor > 0)
 
     def means(self) -> Leaves:
-        """The means of all gradients in the window, or the sums; old sums without a gradient."""
+        """The means of all gradients in the window, or the sums."""
         divisor = jnp.maximum(self.divisor, 1)
         if self.weights:
             divisor = jnp.where(self.divisor > 0, self.divisor, 1.0)
         divisor = divisor if self.mean else jnp.ones_like(divisor)
         # Without a sum, the zeros in the branch are constants and take no memory.
-        g, sums = self.inputs.g, self.sums
-        sums = sums if self.has_sum else [x if x is None else jnp.zeros_like(x) for x in g]
+        g = self.updated.g
+        sums = self._updated_sums() if self.has_sum else list(map(jnp.zeros_like, g))
         means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
-        return [old if x is None else x for x, old in zip(means, self.sums, strict=True)]
+        return self.updated.put_back(means, self.sums)
+
+    def _updated_sums(self) -> list[jax.Array]:
+        """The sums of leaves with a gradient; all others stay."""
+        sums: list[jax.Array] = leafwise.at(self.sums, self.updated.rows)
+        return sums
 
     def widened(self) -> Leaves:
         """The old sums, in the dtypes of the means."""
-        return [
-            x if g is None else numerics.widen(x, numerics.real_dtype(x, g))
-            for x, g in zip(self.sums, self.inputs.g, strict=True)
-        ]
+        both = zip(self._updated_sums(), self.updated.g, strict=True)
+        wide = [numerics.widen(x, numerics.real_dtype(x, g)) for x, g in both]
+        return self.updated.put_back(wide, self.sums)
 
     def total(self) -> Leaves:
         """The sums with this mini-batch, in a window that stays open."""
-        return apply(_sum, self.sums, self.inputs.g, self.use, *self.weights)
+        total = apply(_sum, self._updated_sums(), self.updated.g, self.use, *self.weights)
+        return self.updated.put_back(total, self.sums)
 
     def next_total(self, sums: Leaves) -> Leaves:
         """The sums with this mini-batch, and zeros where the window is closed."""
 
-        def of_leaf(x: jax.Array | None, g: jax.Array | None) -> Call | None:
-            if x is None:
-                return None
-            if g is None:
-                return _zero_if, (x, self.close)
-            return _next_sum, (x, g, self.use, self.close, *self.weights)
-
-        return leafwise.run(list(map(of_leaf, sums, self.inputs.g)))
+        if not self.has_sum:
+            return self.sums
+        there = {i: x for i, x in enumerate(sums) if x is not None}
+        calls: dict[int, Call] = {i: (_zero_if, (x, self.close)) for i, x in there.items()}
+        for i, g in zip(self.updated.rows, self.updated.g, strict=True):
+            calls[i] = _next_sum, (sums[i], g, self.use, self.close, *self.weights)
+        new = dict(zip(calls, leafwise.run(list(calls.values())), strict=True))
+        return list(map(new.get, range(len(sums))))
 
     def next_state(self, kind: type[PyTree], total: Leaves, inner: PyTree) -> PyTree:
         """The state after the call."""
@@ -467,9 +473,7 @@ def _branches(
     params, extra_args = shardings.varying_over((params, extra_args), names)
     is_unrounded = inside.states_with(state, inside.UNROUNDED)
 
-    def gradient(x: jax.Array, g: jax.Array | None) -> jax.Array | None:
-        if g is None:
-            return None
+    def gradient(x: jax.Array, g: jax.Array) -> jax.Array:
         if is_unrounded:
             return x
         rounded = x.astype(g.dtype)
@@ -477,7 +481,8 @@ def _branches(
 
     def run() -> tuple[tuple[Leaves, PyTree], None]:
         means = divided if window.has_sum else window.means()
-        gradients = inputs.gradients(list(map(gradient, means, inputs.g)))
+        with_gradients = leafwise.at(means, window.updated.rows), window.updated.g
+        gradients = window.updated.gradients(list(map(gradient, *with_gradients)))
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):
@@ -489,11 +494,8 @@ def _branches(
         return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), None
 
     def hold() -> tuple[Leaves, PyTree]:
-        stored = zip(divided, sums, inputs.reference.leaves, fits, strict=True)
-        return [
-            x.astype(old.dtype) if fit else None if p is None else numerics.zeros_like(p)
-            for x, old, p, fit in stored
-        ], state
+        stored = zip(divided, sums, trees.flatten(inputs.zeros())[0], fits, strict=True)
+        return [x.astype(old.dtype) if fit else zero for x, old, zero, fit in stored], state
 
     (held, new), _ = decisions.noted_branch(close, run, hold)
     is_open = jnp.logical_not(close)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
@@ -17,7 +17,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._wrappers import inside, parameters
+from jgrad._wrappers import copies, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "average_params"
@@ -106,7 +106,7 @@ def average_params(
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
-        average = parameters.copies(parameters.checked(_NAME, params))
+        average = copies.begin(parameters.checked(_NAME, params))
         return EmaState(counter(params), average, tx.init(params))
 
     def update(
@@ -115,17 +115,17 @@ def average_params(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
-        old = inputs.copies("state.average", state.average)
+        old = copies.in_state(inputs, "state.average", state.average)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: it may have got only part of a model.
-        new = [None if o is None else x for x, o in zip(after, old, strict=True)]
+        new = {i: after[i] for i, o in enumerate(old) if o is not None}
         decay_now = options.called(inputs, "decay", decay, lambda: state.done)
         beta = _at(numbers.beta(_NAME, "decay", decay_now), state.done, start, debias=debias)
-        floating = [x if checks.is_inexact(x) else None for x in new]  # integers are copied
-        averaged = apply(rules.average, floating, old, beta.value, beta.complement)
-        averaged = inputs.kept(averaged, old)
-        both = zip(averaged, new, strict=True)
-        average = inputs.moments([x if a is None else a for a, x in both], old)
+        rows = [i for i, x in new.items() if checks.is_inexact(x)]  # integers are copied
+        pairs = leafwise.at((after, old), rows)
+        averaged = apply(rules.average, *pairs, beta.value, beta.complement)
+        new |= zip(rows, inputs.kept(averaged, pairs[1]), strict=True)
+        average = inputs.moments([new.get(i) for i in range(len(old))], old)
         return steps, EmaState(optax.safe_increment(state.done), average, inner)
 
     return pair(init, update, _NAME, EmaState)

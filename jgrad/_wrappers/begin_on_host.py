@@ -51,6 +51,28 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     return form.unflatten(_replaced(state, run(*arrays)))
 
 
+def committed(tree: PyTree) -> PyTree:
+    """The tree, all of it committed to the device that some of it is committed to.
+
+    What a step returns is, so `jax.jit` would compile the second step again.
+    """
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return tree
+    places = {frozenset(x.sharding.device_set) for x in arrays if x.committed}
+
+    def commit(x: Leaf) -> Leaf:
+        if (
+            not isinstance(x, jax.Array)
+            or x.committed
+            or places != {frozenset(x.sharding.device_set)}
+        ):
+            return x
+        return jax.device_put(x, x.sharding)
+
+    return jax.tree.map(commit, tree)
+
+
 def _on_device(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
     state = forms.to_words(init(host_memory.to_device(params)))
     return host_memory.to_host(state, forms.belong_on_host(state, host_memory.is_large))

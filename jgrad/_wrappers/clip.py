@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply, on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.around import made_of, narrow
@@ -128,7 +128,8 @@ def clip_by_global_norm(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
-        inputs, inexact = _inexact(name, "updates", updates)
+        inputs = _inexact(name, "updates", updates)
+        inexact = inputs.reference.leaves
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
         norm = over_shares(name, norms.OF_SHARES, norm)
@@ -137,16 +138,16 @@ def clip_by_global_norm(
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
             state = ClipState(_last_finite(norm, state.norm))
         factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
-        leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inputs.reference.leaves)
+        leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inexact)
         for x, new in zip(inexact, leaves, strict=True):
-            if x is not None:
-                made_of(new, clipped, x, *factors)
+            made_of(new, clipped, x, *factors)
         around = told()
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if around.commit is not None:
             # A norm is finite if all elements are: its mantissa does not overflow.
             around.commit.take_finite(jnp.isfinite(norm.mantissa), trees.flatten(updates)[0])
-        return trees.flatten(updates)[1].unflatten(leaves), state
+        others, structure = trees.flatten(updates)
+        return structure.unflatten(inputs.put_back(leaves, others)), state
 
     return pair(init, update, name, ClipState if of == "previous" else None)
 
@@ -188,13 +189,13 @@ def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
       >>> norm.shape, bool(jnp.isfinite(norm))
       ((), True)
     """
-    inputs, inexact = _inexact("global_norm", "tree", tree)
-    norm = norms.global_norm(inexact, _layers(inputs, mesh_axes))
+    inputs = _inexact("global_norm", "tree", tree)
+    norm = norms.global_norm(inputs.reference.leaves, _layers(inputs, mesh_axes))
     return norm.mantissa * norm.scale
 
 
-def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[jax.Array | None]]:
-    """What is known about the leaves; and those that count, with `None` for the others."""
+def _inexact(function: str, name: str, tree: PyTree) -> Parameters:
+    """What is known about the leaves that count."""
     tree = checks.values_of(tree)
     float0 = jax.dtypes.float0
     without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
@@ -204,7 +205,7 @@ def _inexact(function: str, name: str, tree: PyTree) -> tuple[Parameters, list[j
         if isinstance(x, int):  # which has no dtype that says so
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or a float")
     inputs = Parameters(function, tree, name)
-    return inputs, [x if checks.is_inexact(x) else None for x in inputs.reference.leaves]
+    return inputs if all(inputs.is_updated) else inputs.updated()
 
 
 def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:
@@ -220,5 +221,5 @@ def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> lis
     whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
     beside, structure = trees.flatten(params)
     fits = structure == trees.flatten(inputs.tree)[1]
-    typed = [x if isinstance(x, jax.Array) else None for x in beside] if fits else arg.leaves
+    typed = leafwise.at(beside, inputs.rows) if fits else arg.leaves
     return as_typed(whole, sharded, zip(arg.leaves, typed, strict=True))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -31,7 +31,6 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._layers.products import norms_and_products
 from jgrad._trees import checks, leaf_names, trees, variables
@@ -47,21 +46,21 @@ from jgrad._wrappers.hand_over import WrapperInputs
 def steps_on_sphere(
     w: Sequence[Leaf],
     u: Sequence[Leaf],
-    radii: Sequence[jax.Array | None],
+    radii: Mapping[int, jax.Array],
     rates: Sequence[ArrayLike],
     layers: Sequence[LayerAxes],
-) -> list[jax.Array | None]:
+) -> list[Leaf]:
     """What is added to each array.
 
     Args:
       w: weights.
       u: directions, as they are added; None where there is none.
-      radii: the norm of each layer, a vector per array. A layer with 0, and an array with None,
-        takes `u` as it is.
+      radii: by position, for some arrays the norms of their layers. A layer with 0, and any other
+        array, takes `u` as it is.
       rates: an entry per array.
       layers: where the layers are.
     """
-    chosen = [i for i, r in enumerate(radii) if u[i] is not None and r is not None]
+    chosen = [i for i in radii if checks.is_array(u[i])]
     chosen.sort(key=lambda i: layers[i].sort_key)
     results = list(u)
     # Batches have the same precision, because units in float64 say nothing about squares in
@@ -279,7 +278,7 @@ def hyperball(
             radii = _measured(inputs, axes, chosen)
         else:
             radii = _radii_of_option(inputs, axes, chosen, radius)
-        tree = trees.flatten(inputs.shapes)[1].unflatten(radii)
+        tree = trees.flatten(inputs.shapes)[1].unflatten(map(radii.get, range(len(chosen))))
         return HyperballState(counter(params), tree, tx.init(params))
 
     def update(
@@ -364,15 +363,13 @@ def _shape(matrices: LayerAxes) -> tuple[int, ...]:
 
 def _measured(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool]
-) -> list[jax.Array | None]:
+) -> dict[int, jax.Array]:
     """The norms of the parameters."""
-    arrays = [
-        x if any(chosen[i] for i in spec.positions) else None
-        for x, spec in zip(inputs.reference.leaves, inputs.specs, strict=True)
-    ]
-    _, per_array = watch.norms_per_array(arrays, axes)
+    specs = enumerate(inputs.specs)
+    measured = [k for k, spec in specs if any(chosen[i] for i in spec.positions)]
+    _, per_array = watch.norms_per_array(inputs.reference.leaves, axes, measured)
     matrices, shapes = _matrices(inputs, axes), inputs.updated_shapes().leaves
-    radii: list[jax.Array | None] = [None] * len(chosen)
+    radii: dict[int, jax.Array] = {}
     for i, layers_of_array in per_array.items():
         spec = inputs.specs[i]
         for j, norm in zip(spec.positions, spec.per_leaf(layers_of_array, axes[i]), strict=True):
@@ -385,12 +382,12 @@ def _measured(
 
 def _radii_of_option(
     inputs: Parameters, axes: Sequence[LayerAxes], chosen: Sequence[bool], radius: PyTree
-) -> list[jax.Array | None]:
+) -> dict[int, jax.Array]:
     """The norms that a user gives by `radius`."""
     is_function = trees.may_be_function(radius) and trees.is_function(radius, inputs.shapes)
     arg = inputs.option("radius", True if is_function else radius)
     shapes = inputs.updated_shapes().leaves
-    radii: list[jax.Array | None] = [None] * len(chosen)
+    radii: dict[int, jax.Array] = {}
     for i, matrices in _matrices(inputs, axes).items():
         if not chosen[i]:
             continue
@@ -415,8 +412,11 @@ def _positive(arg: ArgLeaves, i: int, x: Leaf) -> Leaf:
 
 def _radii_of_state(
     inputs: Inputs, axes: Sequence[LayerAxes], chosen: Sequence[bool], tree: PyTree
-) -> list[jax.Array | None]:
-    """The radii of the matrices of each array, as a vector; 0 for leaves that keep no norm."""
+) -> dict[int, jax.Array]:
+    """The radii of the matrices of each array, as a vector; 0 for leaves that keep no norm.
+
+    By position; none for an array of which no leaf keeps it.
+    """
     remedy = "a state only fits the choice of leaves for which `init` made it"
     name = "state.radius"
     checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=remedy)
@@ -428,18 +428,13 @@ def _radii_of_state(
             expected = f"an array of shape {shape}" if use else "None for a leaf that is not chosen"
             arg.fail(i, ValueError, f"{checks.describe(r)}, expected {expected}; {remedy}")
 
-    def radius_of_array(spec: ArraySpec) -> jax.Array | None:
-        kept = [arg.leaves[i] for i in spec.positions]
-        dtypes = {r.dtype for r in kept if r is not None}
-        if not dtypes:
-            return None
-        (real,) = dtypes
-        return jax.lax.concatenate(
-            [
-                jnp.zeros(matrices[i].num_layers, real) if r is None else r.reshape(-1)
-                for i, r in zip(spec.positions, kept, strict=True)
-            ],
-            0,
-        )
-
-    return list(map(radius_of_array, inputs.specs))
+    radii: dict[int, jax.Array] = {}
+    for k, spec in enumerate(inputs.specs):
+        if dtypes := {arg.leaves[i].dtype for i in spec.positions if chosen[i]}:
+            (real,) = dtypes
+            vectors = [
+                arg.leaves[i].reshape(-1) if chosen[i] else jnp.zeros(matrices[i].num_layers, real)
+                for i in spec.positions
+            ]
+            radii[k] = jax.lax.concatenate(vectors, 0)
+    return radii

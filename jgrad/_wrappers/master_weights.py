@@ -19,7 +19,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -117,22 +117,22 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         weights = trees.flatten(master)[0]
         then = Then(weights, rest, places_of(inputs, None), inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, master, then=then)
-        new: list[Any] = trees.flatten(parameters.applied(master, steps))[0]
-        directions: list[Any] = trees.flatten(steps)[0]
-        for i, (u, p) in enumerate(zip(directions, inputs.reference.leaves, strict=True)):
-            results = then.results(u, 2 * _is_half(p))
-            if not _is_half(p):
-                new[i], directions[i] = None, u if results is None else Finished(u)
-            elif results is not None:
-                new[i], directions[i] = map(Finished, results)
-        new = inputs.kept(new, copies.leaves)
-        for i, (copy, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):
-            if copy is not None and not isinstance(directions[i], Finished):
-                directions[i] = _to_follow(copy, p)
-        return (
-            inputs.directions(directions),
-            MasterState(inputs.moments(new, copies.leaves), inner),
-        )
+        copied = list(copies.leaves)
+        after: list[Leaf] = trees.flatten(parameters.applied(master, steps))[0]
+        directions: list[Leaf] = trees.flatten(steps)[0]
+        old = {i: x for i, x in enumerate(copies.leaves) if x is not None}
+        for i, u in enumerate(directions):
+            if i not in old:
+                directions[i] = u if then.results(u, 0) is None else Finished(u)
+            elif results := then.results(u, 2):
+                after[i], directions[i] = map(Finished, results)
+        new = inputs.kept([after[i] for i in old], list(old.values()))
+        for i, copy in zip(old, new, strict=True):
+            copied[i] = copy
+            if not isinstance(directions[i], Finished):
+                directions[i] = _to_follow(copy, inputs.reference.leaves[i])
+        master = inputs.moments(copied, copies.leaves)
+        return inputs.directions(directions), MasterState(master, inner)
 
     return pair(init, update, _NAME, MasterState)
 

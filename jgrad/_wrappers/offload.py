@@ -8,7 +8,7 @@ from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree
 from jgrad._wrappers import inside
-from jgrad._wrappers.begin_on_host import begun
+from jgrad._wrappers.begin_on_host import begun, committed
 
 _NAME = "offload"
 
@@ -20,24 +20,24 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
         updates, new = tx(g, on_device(state), w)
         state'       = new, each array where the old one lay
 
-    Results are those of `tx`, bit for bit, up to how XLA fuses what other libraries compute in
-    `step_in_backward`. `init` puts an array on the host if it has 2^16 elements or more, unless it
-    is a stack of vectors or of small matrices, with fewer than 256 rows in all: these stay on the
-    device, with all scalars, because XLA for TPUs cannot slice them in host memory. Everything
-    after `init` goes by where an array lies, which is a part of its type. So you can also place a
-    state yourself, by `jax.device_put(state, jax.memory.Space.Host)`, and a state that was restored
-    to device memory stays there.
+    Results are those of `tx`, bit for bit, up to how XLA fuses in `step_in_backward` what other
+    libraries compute, or moments in 8 bits. `init` puts an array on the host if it has 2^16
+    elements or more, of codes as many words, unless it is a stack of vectors or of small matrices,
+    with fewer than 256 rows in all: these stay on the device, with all scalars, because XLA for
+    TPUs cannot slice them in host memory. After `init`, each array stays where it lies, which is a
+    part of its type. So you can also place a state yourself, by `jax.device_put(state,
+    jax.memory.Space.Host)`, and a state that was restored to device memory stays there.
 
     With more than 2^23 parameters, which may lie in host memory, `init` makes large arrays slice by
-    slice, so that one slice or one layer is on the device at a time. Whole leaves are there only
-    where elements are not computed each by itself, as for the norms of `hyperball` and the factors
-    of `soap`. Such an `init` is compiled, and its results are those of `jax.jit(tx.init)`.
+    slice, so that one slice or one layer is on the device at a time. Whole leaves are there only if
+    elements depend on each other, as for the norms of `hyperball` and the factors of `soap`. Such
+    an `init` is compiled, and its results are those of `jax.jit(tx.init)`.
 
-    Of moments in 8 bits, four codes are a word of 32 bits on the host, since XLA for TPUs would
-    copy a whole stack of bytes to slice it. That takes a last axis of a multiple of 256, and
-    another one of a multiple of 4; other codes stay on the device. `unpack(state)` has codes again:
-    save that, since a file should not depend on where a state lay. `pack(restored,
-    like=tx.init(params))` and `carry_over` make words where `like` has them.
+    On the host, four codes of 8-bit moments are one word of 32 bits, because XLA for TPUs would
+    copy a whole stack of bytes to slice it. This needs a last axis whose length is a multiple of
+    256, and another whose length is a multiple of 4; other codes stay on the device. Save
+    `unpack(state)`, which has codes again, since a file should not depend on where a state lay.
+    `pack(restored, like=tx.init(params))` and `carry_over` make words where `like` has them.
 
     In an ordinary step the whole state is on the device while it is updated. In `step_in_backward`,
     only that of the current layer is, fetched while the gradient is computed, and an embedding is
@@ -59,9 +59,9 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
     restoring a checkpoint; `jax.eval_shape` does not. `carry_over`, `pack` and `unpack` leave a
     state in host memory there.
 
-    Give the first step committed parameters: `jax.device_put(params, jax.devices()[0])` on one
-    device. An array in host memory is committed, so the results of a step are too, and `jax.jit`
-    would compile the second step again if the first parameters were not.
+    Give the first step committed parameters, as `jax.device_put(params, jax.memory.Space.Device)`
+    returns them. An array in host memory is committed, so the results of a step are too, and
+    `jax.jit` would compile the second step again if the first parameters were not.
 
     You can differentiate through steps as with `tx` alone, except through a state that
     `jax.lax.scan` carries: JAX up to 0.12 raises an error there, because it makes no zeros in host
@@ -96,7 +96,7 @@ def offload(tx: AnyTransformation[Inner]) -> Transformation[Inner]:
         inside.check_outside()
         inside.check_not_in_multi_steps(_NAME)
         host_memory.check(_NAME)
-        return begun(tx.init, params)
+        return committed(begun(tx.init, params))
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree

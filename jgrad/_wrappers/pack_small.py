@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from jgrad._arithmetic import numerics
 from jgrad._inputs.inputs import OTHER_FORM, Inputs
 from jgrad._inputs.transformation import pair
 from jgrad._packed import packing
@@ -19,7 +20,7 @@ from jgrad._trees.annotations import Count, Inner
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.forms import SMALLEST
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import refuse
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -67,7 +68,7 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
     tx = inside.transformation(_NAME, tx)
     checks.count(_NAME, "max_size", max_size, low=0)
 
-    def small_packed(tree: PyTree) -> tuple[Layout, list[Any]]:
+    def small_packed(tree: PyTree) -> tuple[Layout, list[Leaf]]:
         is_apart = bool(max_size >= SMALLEST)
         return layout_of(_NAME, tree, max_size=max_size, small_apart=is_apart, others=True)
 
@@ -104,10 +105,15 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
             w = None if params is None else w
             steps, new = inputs.hand_over(tx, g, packing.unpack(state), w)
             new = packing.pack(new, like=state)
-        steps = inputs.with_zeros(steps)
+        steps = jax.tree.map(_or_zeros, steps, inputs.tree, is_leaf=trees.is_none)
         return steps, new if old is None else _with_structure(new, old.structure)
 
     return pair(init, update, _NAME)
+
+
+def _or_zeros(u: Leaf, p: Leaf) -> Leaf:
+    """Zeros for an array that `init` did not see."""
+    return numerics.zeros_like(p) if u is None and p is not None else u
 
 
 def _with_structure(state: PyTree, structure: Any) -> PyTree:
@@ -115,7 +121,7 @@ def _with_structure(state: PyTree, structure: Any) -> PyTree:
     return packing.with_layouts(state, lambda x: dataclasses.replace(x, structure=structure))
 
 
-def _part(inputs: Inputs, g: list[Any], old: Layout | None) -> PyTree:
+def _part(inputs: Inputs, g: list[Leaf], old: Layout | None) -> PyTree:
     """The parameters; and of a model None for what `init` did not see, if it is not updated."""
     leaves, structure = trees.flatten(inputs.tree)
     if old is None or len(old.spans) != len(leaves):
@@ -162,7 +168,7 @@ def _check_stateless(tx: optax.GradientTransformationExtraArgs, packed: Packed[A
         )
 
 
-def _fit(layout: Layout, g: Sequence[Any]) -> bool:
+def _fit(layout: Layout, g: Sequence[Leaf]) -> bool:
     """Whether the gradients of each buffer are there, and of one dtype; and there is a buffer."""
     for name, _ in layout.shapes:
         dtypes = {None if g[i] is None else g[i].dtype for i, _ in layout.within(name)}

@@ -46,14 +46,3 @@ def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Leaf], bool
         return made_of(jnp.asarray(g, jnp.float32), in_float32, g)
 
     return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
-
-
-def copies(params: PyTree, where: Callable[[jax.Array], bool] = lambda p: True) -> PyTree:
-    """Copies in float32 or wider, which share no buffer with parameters: both can be donated.
-
-    None where `where` is False.
-    """
-    return trees.map_leaves(
-        lambda p: numerics.strong(jnp.array(numerics.wide(p), copy=True)) if where(p) else None,
-        params,
-    )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
@@ -21,7 +21,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
-from jgrad._wrappers import decisions, inside, parameters
+from jgrad._wrappers import copies, decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "schedule_free"
@@ -126,7 +126,7 @@ def schedule_free(
 
     def init(params: PyTree) -> ScheduleFreeState:
         arrays = parameters.checked(_NAME, params)
-        z, average, seen = (parameters.copies(arrays, checks.is_inexact) for _ in range(3))
+        z, average, seen = (copies.begin(arrays, checks.is_inexact) for _ in range(3))
         real = numerics.real_dtype(*filter(checks.is_inexact, trees.flatten(arrays)[0]))
         zero = counter(params).astype(real)
         inner = tx.init(_with(seen, params))
@@ -138,15 +138,18 @@ def schedule_free(
     ) -> tuple[PyTree, ScheduleFreeState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
-        z = inputs.copies("state.z", state.z)
-        average = inputs.copies("state.average", state.average)
+        z = copies.in_state(inputs, "state.z", state.z)
+        average = copies.in_state(inputs, "state.average", state.average)
         value, complement, _ = numbers.beta(_NAME, "beta", beta)
-        y = apply(rules.average, z, average, value, complement)
-        at = _with(trees.flatten(params)[1].unflatten(y), params)
+        leaves, structure = trees.flatten(params)
+        copied = [i for i, x in enumerate(z) if x is not None]
+        y = apply(rules.average, *leafwise.at((z, average), copied), value, complement)
+        new = dict(enumerate(leaves)) | dict(zip(copied, y, strict=True))
+        at = structure.unflatten(new.values())
         steps, inner = inputs.hand_over(tx, updates, state.inner, at)
-        moved = [
-            None if g is None else u for u, g in zip(trees.flatten(steps)[0], inputs.g, strict=True)
-        ]
+        moving = inputs.updated()
+        lists = z, average, trees.flatten(steps)[0]
+        old_z, old_average, moved = leafwise.at(lists, moving.rows)
         done = optax.safe_increment(state.done)
         largest, weight = _weight(
             _rate(inputs, learning_rate, extra_args.get("learning_rate"), state),
@@ -158,14 +161,13 @@ def schedule_free(
         total = numerics.floating(state.weight_sum)
         total = total + weight.astype(total.dtype)
         part = numerics.once(numerics.safe_divide(weight, total))
-        new_z = inputs.kept(apply(rules.add, z, moved), z)
-        averaged = apply(rules.average, new_z, average, numerics.once(1 - part), part)
-        averaged = inputs.kept(averaged, average)
+        new_z = inputs.kept(apply(rules.add, old_z, moved), old_z)
+        averaged = apply(rules.average, new_z, old_average, numerics.once(1 - part), part)
+        averaged = inputs.kept(averaged, old_average)
         new_y = apply(rules.average, new_z, averaged, value, complement)
-        w = [None if x is None else p for x, p in zip(new_y, inputs.reference.leaves, strict=True)]
-        kept = inputs.moments(new_z, z), inputs.moments(averaged, average)
-        new = ScheduleFreeState(done, total, largest, *kept, inner)
-        return inputs.directions(apply(_difference, new_y, w)), new
+        kept = moving.moments(new_z, z), moving.moments(averaged, average)
+        new_state = ScheduleFreeState(done, total, largest, *kept, inner)
+        return moving.directions(apply(_difference, new_y, moving.w)), new_state
 
     return pair(init, update, _NAME, ScheduleFreeState, handed_on=("learning_rate",))
 
@@ -181,13 +183,13 @@ def _rate(
         rate = options.called(inputs, "learning_rate", learning_rate, lambda: state.done)
         return numbers.scalar(_NAME, "learning_rate", rate)
     step = Step.of_count(state.done)
-    rates = kinds.Rate("learning_rate", rate_of_call).of_leaves(inputs, step)
+    rates = kinds.Rate("learning_rate", rate_of_call).leaf_values(inputs, step)
     return _largest(rates, numerics.floating(state.largest_rate).dtype)
 
 
 def _largest(rates: Sequence[Leaf], dtype: DTypeLike) -> jax.Array:
     """Of all leaves: where rates are in proportion, the weights of the steps are those of each."""
-    different = {id(x): jnp.max(x).astype(dtype) for x in rates if x is not None}
+    different = {id(x): jnp.max(x).astype(dtype) for x in filter(checks.is_array, rates)}
     return functools.reduce(jnp.maximum, different.values(), jnp.zeros((), dtype))
 
 

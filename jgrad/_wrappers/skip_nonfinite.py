@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.around import made_of, origin
@@ -148,11 +148,12 @@ def skip_nonfinite(
         sharded_over = decisions.mesh_axes_of(inputs, mesh_axes)
         unscaled, leaves = updates, inputs.g
         if loss_scale is not None:
-            _check_unclipped(inputs)
-            leaves = apply(rules.divide, inputs.g, state.loss_scale)
-            for x, g in zip(leaves, inputs.g, strict=True):
+            updated = inputs.updated()
+            _check_unclipped(updated)
+            leaves = apply(rules.divide, updated.g, state.loss_scale)
+            for x, g in zip(leaves, updated.g, strict=True):
                 made_of(x, rules.divide, g, state.loss_scale)
-            unscaled = inputs.gradients(leaves)
+            unscaled = updated.gradients(leaves)
         finite = all_finite(leaves, sharded_over)
         if inputs.finite is not None:
             finite &= inputs.finite
@@ -247,15 +248,15 @@ def _works(
 
     both = zip(jax.tree.leaves(new.results[1]), jax.tree.leaves(inputs.state), strict=True)
     states = [(n, o) for n, o in both if n is not o and is_looked_at(n)]
-    steps = [u if is_looked_at(u) else None for u in trees.flatten(new.results[0])[0]]
+    updates = trees.flatten(new.results[0])[0]
+    rows = [i for i, u in enumerate(updates) if is_looked_at(u)]
     works: Flag = True
     if states:
         works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
-    if jax.tree.leaves(steps):
+    if rows:
+        steps, params = leafwise.at((updates, inputs.reference.leaves), rows)
         works &= all_finite(steps, mesh_axes)
         if inputs.w is not None:
-            stepped = zip(steps, inputs.reference.leaves, strict=True)
-            params = [None if u is None else p for u, p in stepped]
             works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
     return works
 

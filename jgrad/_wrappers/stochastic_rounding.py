@@ -158,17 +158,17 @@ def stochastic_rounding(
         then = Then(weights, rest, places, inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, wide_params, then=then)
         new: list[Any] = trees.flatten(steps)[0]
-        calls: list[Call | None] = [None] * len(new)
+        calls: dict[int, Call] = {}
         for i, (u, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):
-            is_here = u is not None and _is_rounded(p) and u.dtype != jax.dtypes.float0
+            is_here = checks.is_numeric(u) and _is_rounded(p)  # no float0
             results = then.results(u, int(is_here))
             if results is not None:
                 new[i] = Finished(*results) if is_here else Finished(u)
             elif is_here:
                 u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
                 calls[i] = _rounded_update, (u, *arrays(i))
-        rounded = leafwise.run(calls)
-        new = [u if r is None else r for u, r in zip(new, rounded, strict=True)]
+        for i, u in zip(calls, leafwise.run(list(calls.values())), strict=True):
+            new[i] = u
         return inputs.directions(new), StochasticState(step, inner)
 
     return pair(init, update, _NAME, StochasticState)
@@ -215,15 +215,13 @@ def _difference_jvp(
 def _check_dtypes(params: ArgLeaves) -> None:
     """Rejects parameters below 32 bits except bfloat16: they would be rounded to nearest."""
     for i, p in enumerate(params.leaves):
-        if p is None or not jnp.issubdtype(p.dtype, jnp.floating) or _is_rounded(p):
-            continue
-        if jnp.finfo(p.dtype).bits < 32:
+        if checks.is_inexact(p) and not _is_rounded(p) and jnp.finfo(p.dtype).bits < 32:
             expected = f"bfloat16, or 32 bits or more; use `master_weights` for {p.dtype}"
             params.fail(i, TypeError, f"{checks.describe(p)}, expected {expected}")
 
 
 def _is_rounded(p: Any) -> bool:
-    return p is not None and jnp.result_type(p) == jnp.bfloat16
+    return bool(getattr(p, "dtype", None) == jnp.bfloat16)
 
 
 def _wide(params: PyTree) -> PyTree:

@@ -22,7 +22,7 @@ from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.told import SUM, over_shares, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import WrapperInputs
@@ -60,35 +60,29 @@ def _norms_of(
 
     Of gradients also the number of layers with one that is not finite, as their norms are then.
     """
-    floating = list(map(checks.is_inexact, inputs.reference.leaves))
-    batches, per_array = norms_per_array(
-        [
-            x if use and checks.is_inexact(x) else None
-            for x, use in zip(arrays, floating, strict=True)
-        ],
-        layers,
-    )
+    floating = [i for i, x in enumerate(inputs.reference.leaves) if checks.is_inexact(x)]
+    measured = [i for i in floating if checks.is_inexact(arrays[i])]
+    batches, per_array = norms_per_array(arrays, layers, measured)
     norm = over_shares("watch", norms.OF_SHARES, norms.norm_of_norms(batches))
     numbers = {kind: numerics.saturating_float32(norm.value())}
     if kind == _GRADIENTS:
         bad = [jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in batches]
         numbers[_NONFINITE] = over_shares("watch", SUM, sum(bad, jnp.zeros((), jnp.int32)))
     names = leaf_names.names(inputs.shapes)
-    for i, (spec, axes) in enumerate(zip(inputs.specs, layers, strict=True)):
-        if floating[i]:
-            of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
-            per_leaf = spec.per_leaf(numerics.saturating_float32(of_array), axes)
-            for j, norm in zip(spec.positions, per_leaf, strict=True):
-                numbers[f"{kind}/{names[j]}"] = norm
+    for i in floating:
+        spec, axes = inputs.specs[i], layers[i]
+        of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
+        per_leaf = spec.per_leaf(numerics.saturating_float32(of_array), axes)
+        for j, norm in zip(spec.positions, per_leaf, strict=True):
+            numbers[f"{kind}/{names[j]}"] = norm
     return numbers
 
 
 def norms_per_array(
-    arrays: Sequence[jax.Array | None], layers: Sequence[LayerAxes]
+    arrays: Sequence[Leaf], layers: Sequence[LayerAxes], chosen: Sequence[int]
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """The norms of all layers in batches; and as a vector for each array that is not None."""
-    measured = [i for i, x in enumerate(arrays) if x is not None]
-    measured.sort(key=lambda i: layers[i].sort_key)
+    """The norms of all layers of some arrays in batches; and of each a vector, by position."""
+    measured = sorted(chosen, key=lambda i: layers[i].sort_key)
     axes = [layers[i] for i in measured]
     (batches,) = norms.layer_norms(axes, [(leafwise.identity, (arrays[i],)) for i in measured])
     vectors = norms.split(axes, batches, as_elements=False)
@@ -261,7 +255,8 @@ def watch(
             is_next = (calls == 1) | (calls % every == 0)
             report = decisions.branch(is_next, lambda: measured()[1], lambda: old)
             inputs = WrapperInputs(_NAME, updates, params, extra_args)
-            later = inputs.gradients(_after(report[_MEASURED], inputs.g))
+            updated = inputs.updated()
+            later = updated.gradients(_after(report[_MEASURED], updated.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, notes=None)
         report = _kept(inputs, report | {_CALLS: calls}, old)
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
@@ -369,15 +364,15 @@ def _kept(
     return new | dict(zip(keys, kept, strict=True))
 
 
-def _after(first: jax.Array, arrays: list[Any]) -> list[Any]:
+def _after(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
     """The arrays, which a CPU's program reads after a counter is there.
 
     Else it copies donated arrays that a branch reads and others replace. On other devices it does
     not, and a choice would be a pass over the arrays.
     """
 
-    def of_cpu(first: jax.Array, arrays: list[Any]) -> list[Any]:
-        return [None if x is None else jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
+    def of_cpu(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
+        return [jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
 
     return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
 

@@ -10,6 +10,7 @@ import jgrad
 from tests.backward import models
 from tests.backward.recipes import AXES, adam
 from tests.backward.test_messages import call
+from tests.support import messages
 from tests.support.errors import assert_error
 
 
@@ -23,52 +24,20 @@ def refused(who, primitive, ours=""):
     return f"step_in_backward: `tx`: {who} computes {does}. It sees one layer at a time: {use}."
 
 
-def of_optax(name, *rest):
-    return refused(f"`{name}` of another library", *rest)
-
-
-CLIP = "`jgrad.clip_by_global_norm`"
-FACTORED = "`jgrad.adafactor`, which has this clip"
-RATIO = "`jgrad.lamb`, `jgrad.lars` or `jgrad.scale_by_trust_ratio`"
 KEY = jax.random.key(0)
-MIX = {
-    "a clip": (lambda: optax.chain(optax.clip_by_global_norm(1.0), adam()),
-     of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip in a wrapper": (lambda: jgrad.master_weights(optax.chain(optax.clip_by_global_norm(1.0),
-     optax.sgd(0.1))), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip by block": (lambda: optax.chain(adam(), optax.clip_by_block_rms(1.0)),
-     of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
-    "adafactor": (lambda: optax.adafactor(1e-2), of_optax("clip_by_block_rms", "reduce_sum", FACTORED)),
-    "a clip in a branch": (lambda: jgrad.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), adam()),
-     branch=True), of_optax("clip_by_global_norm", "reduce_sum", CLIP)),
-    "a clip by unit": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), adam()),
-     of_optax("adaptive_grad_clip", "squeeze")),
-    "noise": (lambda: optax.chain(adam(), optax.add_noise(1.0, 0.1, KEY)), of_optax("add_noise", "random_split")),
-    "lamb": (lambda: optax.lamb(1e-2), of_optax("scale_by_trust_ratio", "reduce_sum", RATIO)),
-    "a rate by all gradients": (lambda: optax.contrib.prodigy(), of_optax("prodigy", "reshape")),
-    "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3),
-     of_optax("apply_if_finite", "reduce_and", "`jgrad.skip_nonfinite`")),
-    "whether there is a NaN": (lambda: optax.chain(optax.zero_nans(), adam()), of_optax("zero_nans", "reduce_or")),
-    "a row of a loop": (lambda: stateless(lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y + c), 0.0, x)[1]),
-     of_optax("stateless", "reduce_sum")),
-    "a place in a leaf": (lambda: stateless(lambda x: x + jax.lax.broadcasted_iota(x.dtype, x.shape, 0)),
-     of_optax("stateless", "iota")),
-    "a function of nobody": (lambda: optax.GradientTransformation(lambda params: (),
-     lambda g, s, p=None: (jax.tree.map(lambda x: x[:, ::-1], g), s)),
-     refused("a transformation of another library", "rev")),
-    "a shape": (lambda: stateless(lambda x: x * x.shape[0]),
-     "step_in_backward: `tx`: `stateless` of another library computes something else of a layer "
-     "than of its stack, by its shape. It sees one layer at a time: use the ordinary step."),
-}  # fmt: skip
+
+
+MIXING = {name: row for name, *row in messages.read("mixing")}
 
 
 @pytest.mark.slow(one_in=2, always=["a shape-True"])
 @pytest.mark.parametrize("elementwise", [True, False])
-@pytest.mark.parametrize("name", MIX)
+@pytest.mark.parametrize("name", MIXING)
 def test_what_looks_at_more_than_an_element(name, elementwise, standard_promotion):
     """It is refused by name, with or without the promise."""
-    make, message = MIX[name]
-    assert_error(ValueError, message, call(make(), elementwise=elementwise))
+    _, message, make = MIXING[name]
+    tx = eval(make, messages.NAMES | globals())
+    assert_error(ValueError, message, call(tx, elementwise=elementwise))
 
 
 ELEMENTWISE = {

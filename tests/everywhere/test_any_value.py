@@ -6,17 +6,16 @@ is said of which. Nothing is computed: `init` and `update` are traced.
 
 import functools
 import inspect
-import math
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jgrad
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.public import EXPORTED
 
@@ -29,64 +28,10 @@ class Class:
     """Of a user."""
 
 
-VALUES = {
-    "None": None,
-    "True": True,
-    "-1": -1,
-    "0": 0,
-    "2": 2,
-    "0.5": 0.5,
-    "1.5": 1.5,
-    "nan": math.nan,
-    "inf": math.inf,
-    "1j": 1j,
-    "10**400": 10**400,
-    "'x'": "x",
-    "'8bit'": "8bit",
-    "''": "",
-    "b''": b"",
-    "{}": {},
-    "()": (),
-    "[]": [],
-    "{'w': {}}": {"w": {}},
-    "{'w': {}, 'b': 0.1}": {"w": {}, "b": 0.1},
-    "{'nope': 1}": {"nope": 1},
-    "{'w': None, 'b': 0.1}": {"w": None, "b": 0.1},
-    "{'w': 'x', 'b': 'y'}": {"w": "x", "b": "y"},
-    "[0.1, 0.2]": [0.1, 0.2],
-    "(1, 2)": (1, 2),
-    "a set": {1},
-    "an object": object(),
-    "a class": Class,
-    "int": int,
-    "two arguments": lambda a, b: a,
-    "returns {}": lambda *_: {},
-    "returns None": lambda *_: None,
-    "returns its argument": lambda *x: x[0],
-    "a transformation": ADAM,
-    "by_path": jgrad.by_path({"w": 0.1}, rest=2),
-    "by_path of a tree": jgrad.by_path({"w": 0.1}, rest={"w": 0.1}),
-    "NumPy's float": np.float64(0.5),
-    "NumPy's int": np.int64(2),
-    "NumPy's bool": np.bool_(True),
-    "NumPy's text": np.array(["x"]),
-    "NumPy's objects": np.array([None, "x"], object),
-    "NumPy's void": np.zeros(3, jax.dtypes.float0),
-    "an int": jnp.int32(2),
-    "a float": jnp.float32(0.5),
-    "a bool": jnp.asarray(True),
-    "ints": np.arange(3),
-    "a matrix": jnp.ones((5, 7)),
-    "no elements": jnp.zeros(0),
-    "complex": jnp.ones(3, jnp.complex64),
-    "complex triples": np.ones((2, 3), complex),
-    "a key": jax.random.key(0),
-    "a shape": jax.ShapeDtypeStruct((64, 128), jnp.float32),
-    "a PartitionSpec": PartitionSpec("x"),
-    "a dtype": jnp.float16,
-    "...": ...,
-    "MaskedNode": optax.MaskedNode(),
-}
+VALUES = {}
+for _line in (messages.DATA.parent / "values.txt").read_text().splitlines()[2:]:
+    _name, _, _value = _line.partition("  =  ")
+    VALUES[_name] = eval(_value, messages.NAMES | globals())
 
 # What transformations need: the arguments of their factories, and those of their updates.
 NEEDED = {

@@ -302,6 +302,25 @@ def test_e20_e29_integer_leaves_and_missing_gradients(case):
             assert moments["count"] is None
 
 
+@pytest.mark.slow(always=["b-adamw", "w-muon"])
+@every_case(("adamw", "adan", "lars", "lamb", "muon", "normuon", "adafactor_torch", "soap_masked"))
+@pytest.mark.parametrize("name", ["b", "w"])
+def test_a_missing_gradient_is_seen_by_no_other_leaf(case, name):
+    """Behind it in all lists, they have their own options, moments and random bits."""
+    put = lambda tree, x: tree | {"layer": tree["layer"] | {name: x}}
+    more = {"moment_dtype": jnp.bfloat16} if case.rounded else {}
+    tx = case.without_masks().tx({"layer": 0.1, "rest": [0.01, 0.2, 0.3]}, **more)
+    w, (first, second), update = params(), gradients(2), jax.jit(tx.update)
+    old = update(first, tx.init(w), w)[1]
+    updates, state = update(second, old, w)
+    for field in {*state._fields} - {"step"}:
+        if (x := getattr(state, field)) is not None:
+            x = put(x, getattr(old, field)["layer"][name])
+            state = state._replace(**{field: x})
+    expected = put(updates, jnp.zeros_like(w["layer"][name])), state
+    chex.assert_trees_all_close(update(put(second, None), old, w), expected, rtol=1e-5)
+
+
 def test_a_trust_ratio_of_some_leaves():
     w = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([6.0, 8.0]), "n": jnp.arange(2)}
     u = {"a": jnp.array([1.0, 0.0]), "b": jnp.array([1.0, 0.0]), "n": None}

@@ -25,57 +25,19 @@ def of_tuples(paths):
     return dict.fromkeys([tuple(path.split("/")) for path in paths], MATRIX)
 
 
-# How a model is built of paths, those of hidden matrices, and the others.
-BY_NAME = {
-    "flax": (
-        nested,
-        """Block_0/MultiHeadDotProductAttention_0/query/kernel
-        Block_0/MultiHeadDotProductAttention_0/out/kernel Block_0/Dense_0/kernel""",
-        "Embed_0/embedding Block_0/LayerNorm_0/scale lm_head/kernel",
-    ),
-    "gpt": (nested, "h/0/attn/c_attn/w h/0/mlp/c_fc", "wte wpe h/0/ln_1/g ln_f/b"),
-    "llama": (
-        nested,
-        "layers/self_attn/q_proj layers/gate_proj moe/experts/w1 multi_head/w",
-        """embed_tokens layers/self_attn/q_norm moe/router/kernel output/classifier_head
-        token_embedder LMHead""",
-    ),
-    "flat, with dots": (
-        flat,
-        "model.layers.0.self_attn.q_proj.weight transformer.h.0.attn.c_attn.weight",
-        """lm_head.weight model.embed_tokens.weight transformer.wte.weight transformer.wpe.weight
-        model.layers.0.input_layernorm.weight classifier.out_proj.weight
-        model.layers.0.mlp.gate.router.weight""",
-    ),
-    "flat, with slashes": (
-        flat,
-        "params/block_0/mlp/up/kernel",
-        """params/lm_head/kernel params/tok_emb/embedding params/pos_emb params/block_0/norm/scale
-        params/unembedding/w params/logits_dense/kernel""",
-    ),
-    "flat, with colons": (
-        flat,
-        "params__mlp__kernel",
-        "model:lm_head:weight params__lm_head__kernel",
-    ),
-    "flat, with tuples": (
-        of_tuples,
-        "params/mlp/kernel",
-        "params/lm_head/kernel params/tok_emb/embedding params/router/w",
-    ),
-    "with words for arrays": (
-        flat,
-        "up_weight weight w MultiHeadAttention_weight",
-        """token_embedding_table position_embedding_table lm_head_weight tok_emb_w
-        vocab_embed_weight final_classifier_kernel""",
-    ),
-    "short": (flat, "member number", "emb tok_emb unembed Unembed_0 patchEmb"),
-}
+BUILD = {"nested": nested, "flat": flat, "of_tuples": of_tuples}
+MODELS = (messages.DATA.parent / "models.txt").read_text().strip().split("\n\n")[1:]
 
 
-@pytest.mark.parametrize(("build", "hidden", "others"), BY_NAME.values(), ids=BY_NAME)
-def test_models(build, hidden, others):
-    hidden, others = hidden.split(), others.split()
+@pytest.mark.parametrize("model", MODELS, ids=lambda text: text.partition(":")[0])
+def test_models(model):
+    first, *rows = model.splitlines()
+    build = BUILD[first.partition(": ")[2]]
+    hidden, others = (
+        [x for row in rows if row.split()[0] == sign for x in row.split()[1:]] for sign in "+-"
+    )
+    assert hidden
+    assert others
     chosen = jgrad.hidden_matrices()(build(hidden + others))
     expected = build(hidden + others)
     is_hidden = jax.tree.leaves(build(hidden))

@@ -11,9 +11,10 @@ import optax
 import pytest
 
 import jgrad
-from tests.everywhere.test_upstream_methods import theirs
+from tests.pages import upstream_methods
+from tests.pages.test_upstream_methods import theirs
 from tests.reference import optimizers as reference
-from tests.support import messages, upstream_methods
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import run
 

@@ -234,6 +234,12 @@ def test_the_reference_has_a_line_for_each_name(site):
         assert plain(f"\n{name}\n\n{words}") in plain(text), name
 
 
+def test_no_role_is_left(site):
+    """A span of code across two lines is one link, also where a result is described."""
+    for file in sorted((site / "reference").glob("*.html")):
+        assert "py:obj" not in file.read_text(), file.name
+
+
 # ---- cards -------------------------------------------------------------------------------------
 
 

@@ -376,7 +376,7 @@ def test_stacks_of_other_platforms(monkeypatch, x64):
     expected = train(make(), w, grads)
     default = lambda *args, cpu, default: default(*args)
     monkeypatch.setattr(jax.lax, "platform_dependent", default)
-    monkeypatch.setattr(bases, "_of_one_size", bases._of_one_size.__wrapped__)
+    monkeypatch.setattr(bases, "_refreshed_alike", bases._refreshed_alike.__wrapped__)
     jax.tree.map(close, train(make(), w, grads), expected)
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import jgrad
-from jgrad._arithmetic import numerics, rules
+from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
@@ -46,15 +46,16 @@ def slowly(tx, beta):
 
     def update(updates, state, params=None, **extra_args):
         inputs = WrapperInputs("slowly", updates, params, extra_args)
-        w = inputs.require_params("the slow weights")
+        inputs.require_params("the slow weights")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
         old = inputs.moment("state.slow", state.slow)
         fast = trees.flatten(parameters.applied(params, steps))[0]
+        some = inputs.updated()
+        fast, slow = leafwise.at((fast, old), some.rows)
         part = numbers.beta("slowly", "beta", beta)
-        slow = apply(rules.average, fast, old, part.value, part.complement)
-        slow = inputs.kept(slow, old)
-        moved = apply(lambda s, p: s - numerics.wide(p), slow, w)
-        return inputs.directions(moved), SlowState(inputs.moments(slow, old), inner)
+        new = inputs.kept(apply(rules.average, fast, slow, part.value, part.complement), slow)
+        moved = apply(lambda s, p: s - numerics.wide(p), new, some.w)
+        return some.directions(moved), SlowState(some.moments(new, old), inner)
 
     return pair(init, update, "slowly", SlowState)
 

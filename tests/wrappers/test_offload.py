@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.backward import models
 from tests.cases import gradients, params
+from tests.support.compilations import compilations
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal, step_of, train
@@ -183,6 +184,42 @@ def test_e47_a_state_is_taken_as_it_lies():
         lies = kinds(jax.tree.map(jnp.asarray, given))
         assert kinds(found[1]) == lies
         assert_equal(on_device(found), expected)
+
+
+def test_one_program_for_all_steps():
+    """Counters begin committed, as moments in host memory are, where parameters are."""
+    w = {"w": jnp.ones((256, 256)), "b": jnp.ones(8)}
+    w = jax.device_put(w, jax.memory.Space.Device)
+    tx = jgrad.offload(jgrad.skip_nonfinite(optax.chain(optax.clip(1.0), optax.trace(0.9), ADAMW)))
+    state, step = tx.init(w), jax.jit(step_of(tx))
+    assert all(x.committed for x in jax.tree.leaves(state))
+    _, after = step(w, state, w)
+    assert compilations(lambda given: step(w, given, w), after) == 0
+
+
+def test_words_of_codes_that_were_restored():
+    """Their shapes name the memory; arrays lie there whose types say "device", as orbax restores them."""
+    w = jnp.ones((1024, 1024))
+    tx = jgrad.offload(jgrad.adam(0.1, moment_dtype="8bit"))
+    state = tx.init(w)
+    like = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, w),
+        jgrad.state_shardings(tx, w),
+    )
+    target, codes = jgrad.unpack(like), jgrad.unpack(state)
+    assert [x.sharding.memory_kind for x in jax.tree.leaves(target)] == kinds(codes)
+    assert target.mw.codes.shape == w.shape
+    assert kinds(codes.mw.codes) == ["pinned_host"]
+    read = lambda x, s: jax.make_array_from_callback(
+        x.shape, s.sharding, lambda i: np.asarray(x)[i]
+    )
+    restored = jax.tree.map(read, codes, target)
+    assert not host_memory.is_on_host(restored.mw.codes)  # by its type
+    packed = jgrad.pack(restored, like=like)
+    assert host_memory.is_on_host(packed.mw.codes)
+    assert kinds(packed) == kinds(state)
+    assert_equal(on_device(packed), on_device(state))
 
 
 @pytest.mark.parametrize("single", [True, False])

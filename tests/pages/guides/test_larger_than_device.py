@@ -17,8 +17,9 @@ import pytest
 from flax import nnx, serialization
 
 import jgrad
-from tests.pages.guides.entries import after, choices, run
+from tests.pages.guides.entries import IMPORTED, after, choices, run
 from tests.support.memory import kinds, largest_on_device, on_device
+from tests.support.pages import blocks, run_example
 from tests.support.private import forced, host_memory
 
 PAGE = "docs/larger_than_device.md"
@@ -175,6 +176,27 @@ def saved_and_restored(names, printed):
     ):
         assert not any(map(host_memory.is_on_host, jax.tree.leaves(read)))
         assert kinds(jax.device_put(read, names["shardings"])) == kinds(state)
+
+
+def test_a_checkpoint_in_8_bits(standard_promotion):
+    """By the same block: codes are bytes in the file and words on the host, and the step goes on."""
+    names = IMPORTED | for_a_checkpoint()
+    in_8_bits = blocks(PAGE)[0].replace("moment_dtype=jnp.bfloat16", 'moment_dtype="8bit"')
+    assert in_8_bits != blocks(PAGE)[0]
+    exec(in_8_bits, names)
+    run_example(NOTE, 1, names)
+    params, state, _ = names["step"](names["params"], names["state"], names["tokens"])
+    expected = on_device((params, state))
+    names |= {"params": params, "state": state}
+    run_example(NOTE, 2, names)
+    shutil.rmtree(names["path"].parent)
+    found = names["params"], names["state"]
+    assert kinds(found) == kinds((params, state))
+    assert jnp.int32 in [x.dtype for x in jax.tree.leaves(found[1].inner.mw)]
+    assert any(map(host_memory.is_on_host, jax.tree.leaves(found[1].inner.mw)))
+    for x, y in zip(*map(jax.tree.leaves, (on_device(found), expected)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    names["step"](*found, names["tokens"])
 
 
 @after(PAGE, 5, 0)

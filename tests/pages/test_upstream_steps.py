@@ -1,6 +1,6 @@
 """The steps of the authors' implementations in PyTorch: schedulefree, heavyball, emerging-optimizers.
 
-`tests/support/upstream_steps.py` says how theirs were made. A float32 step of Newton-Schulz may be off
+`tests/pages/upstream_steps.py` says how theirs were made. A float32 step of Newton-Schulz may be off
 by 2e-5 of its norm (`test_single_precision` of tests/muon/test_muon.py), so float32 rows agree to so
 much of the length of the way. Float64 rows agree to 1e-12, schedule-free ones of heavyball to 1e-6.
 """
@@ -14,8 +14,8 @@ import optax
 import pytest
 
 import jgrad
-from tests.support import upstream_steps
-from tests.support.upstream_steps import ROWS, SHAPES, SHOWN
+from tests.pages import upstream_steps
+from tests.pages.upstream_steps import ROWS, SHAPES, SHOWN
 
 with np.load(upstream_steps.DATA) as _data:
     THEIRS = dict(_data)

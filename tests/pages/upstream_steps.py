@@ -1,7 +1,7 @@
 """Steps of the authors' implementations in PyTorch, kept in `tests/data/upstream_steps.npz`.
 
     python3 -m venv scratch && scratch/bin/pip install torch numpy schedulefree==1.4.1 heavyball==3.2.1 emerging-optimizers==0.3.0
-    scratch/bin/python -m tests.support.upstream_steps
+    scratch/bin/python -m tests.pages.upstream_steps
 
 writes the file; the last package asks for Python 3.12. Each of `ROWS` has the weights after the updates
 in `SHOWN`, of schedule-free ones their averages, too. heavyball runs in float64 without its compiler,

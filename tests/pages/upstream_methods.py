@@ -4,7 +4,7 @@
     scratch/bin/pip install torch==2.14.1 heavyball==3.2.1 emerging-optimizers==0.3.0 pytorch-optimizer==4.1.0
     git clone https://github.com/nikhilvyas/SOAP scratch/soap
     git clone https://github.com/microsoft/dion scratch/dion && git -C scratch/dion checkout 0a059a4
-    PYTHONPATH=scratch/soap:scratch/dion:$PWD scratch/bin/python -m tests.support.upstream_methods
+    PYTHONPATH=scratch/soap:scratch/dion:$PWD scratch/bin/python -m tests.pages.upstream_methods
 
 writes the file: for each of `ROWS` its leaves after the updates in `SHOWN`, one after the other. All runs in
 float64: where a file names float32 or bfloat16, it is given float64 for it, and none is compiled.

@@ -1,6 +1,6 @@
 """The references of Adafactor, SOAP and Dion against the steps of others, and each difference by its name.
 
-Nothing of jgrad runs here: the references are what it is compared with. `tests/support/upstream_methods.py`
+Nothing of jgrad runs here: the references are what it is compared with. `tests/pages/upstream_methods.py`
 says how the steps were made; all are float64, and agree to some roundings.
 """
 
@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
+from tests.pages import upstream_methods
+from tests.pages.upstream_methods import DECAY, EPSILON, RATE, ROWS, SHAPES, SHOWN
 from tests.reference import optimizers as reference
-from tests.support import upstream_methods
-from tests.support.upstream_methods import DECAY, EPSILON, RATE, ROWS, SHAPES, SHOWN
 
 with np.load(upstream_methods.DATA) as _data:
     THEIRS = dict(_data)
