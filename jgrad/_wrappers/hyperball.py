@@ -4,10 +4,9 @@ With r the norm that a layer keeps, u the direction and eta the learning rate,
 
     w' = r n / |n|,  n = w + a u,  a = eta r / |u|
 
-is computed as w' - w = (s - 1) w + s a u with s = r / |n|. The three sums |w|^2, <w, u> and |u|^2
-give d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), without
-cancellation; and a norm that has drifted from r comes back. Sums are scaled by powers of two, so
-that they neither overflow nor vanish.
+is computed as w' - w = (s - 1) w + s a u with s = r / |n|. The norms |w| and |u| and <w, u> give
+d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), without cancellation;
+and a norm that has drifted from r comes back. `_layers/products.py` has them at every scale.
 """
 
 from __future__ import annotations
