@@ -110,7 +110,7 @@ def _foreign_operations(
             yield around, equation
 
 
-def _hands_on(program: Program, given: Sequence[object], made: Sequence[Atom]) -> bool:
+def _hands_on(program: Program, inputs: Sequence[object], results: Sequence[Atom]) -> bool:
     """Whether another library makes arrays of which weights are made.
 
     A number counts if it is of gradients and some weight is one; not the rates of
@@ -118,11 +118,11 @@ def _hands_on(program: Program, given: Sequence[object], made: Sequence[Atom]) -
 
     Args:
       program: of an update, or one in it.
-      given: the gradients and weights among its inputs.
-      made: the weights among its results.
+      inputs: the gradients and weights among its inputs.
+      results: the weights among its results.
     """
-    touched, needed = set(given), set(made)
-    has_numbers = any(x.aval.shape == () for x in made)
+    touched, needed = set(inputs), set(results)
+    has_numbers = any(x.aval.shape == () for x in results)
     for equation in program.eqns:
         if not touched.isdisjoint(_variables(equation)):
             touched.update(equation.outvars)
@@ -295,9 +295,9 @@ class ShareUpdate:
             others = list(_foreign_operations(closed.jaxpr.eqns))
             mixes = any(_mixes(equation) for _, equation in others)
             program, weights = closed.jaxpr, len(result.weights)
-            of_state = len(jax.tree.leaves(start.state))
-            given = program.invars[: len(program.invars) - of_state]
-            is_foreign = _hands_on(program, given, program.outvars[:weights])
+            state_arrays = len(jax.tree.leaves(start.state))
+            inputs = program.invars[: len(program.invars) - state_arrays]
+            is_foreign = _hands_on(program, inputs, program.outvars[:weights])
             maker = next(filter(None, (_maker(outer) for outer, _ in others)), "")
             self._seen = _Seen(result.parts, mixes, is_foreign, maker)
         return self._seen

@@ -77,10 +77,12 @@ def stacked_axes(inputs: Parameters, layer_axes: PyTree) -> ArgLeaves:
     if not told().stacks:
         return arg
     leaves = list(arg.leaves)
+    pairs = zip(inputs.specs, inputs.is_updated, strict=True)
+    updated = {i for spec, is_updated in pairs if is_updated for i in spec.positions}
     for i, x, stack in stacked_leaves(inputs.shapes):
         if not leaves[i].values:
             leaves[i] = Axes((stack.axis,))
-        elif inputs.is_updated[i] and stack.axis not in {k % x.ndim for k in leaves[i].values}:
+        elif i in updated and stack.axis not in {k % x.ndim for k in leaves[i].values}:
             expected = "in it: `step_in_backward` updates the layers of this stack one by one"
             arg.fail(i, ValueError, f"{leaves[i].values}, expected {stack.axis} {expected}")
     return arg._replace(leaves=leaves)

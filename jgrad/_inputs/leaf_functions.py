@@ -74,10 +74,10 @@ class LeafFunction:
         program = self._program(tuple(sorted(options.items())), None, whole=True)
         calls: list[Call] = []
         for i, x in enumerate(g):
-            of_leaf = (x, *(_entry(y, i) for y in args))
+            arguments = (x, *(_entry(y, i) for y in args))
             kernels = kernels_of(args, i)
-            in_kernel = kernels and kernels(self, args).call(i, program, of_leaf)
-            calls.append(in_kernel or (program, of_leaf))
+            in_kernel = kernels and kernels(self, args).call(i, program, arguments)
+            calls.append(in_kernel or (program, arguments))
         return _results(calls, args)
 
     def update(
@@ -100,18 +100,18 @@ class LeafFunction:
         calls: list[Call] = []
         in_kernels: Any = None
         for i, x in enumerate(g):
-            of_leaf = (x, *(_entry(y, i) for y in args))
+            arguments = (x, *(_entry(y, i) for y in args))
             steps: tuple[Any, ...] = ()
             if descent is not None:
                 w = None if inputs.w is None else inputs.w[i]
                 steps = w, _entry(descent.decay, i), _entry(descent.rate, i)
             kernels = kernels_of(args, i)
             if kernels is None:
-                calls.append((program, (*of_leaf, *steps)))
+                calls.append((program, (*arguments, *steps)))
                 continue
             in_kernels = in_kernels or kernels(self, args)
             alone = self._program(chosen, None)
-            calls.append(in_kernels.update(inputs, i, program, of_leaf, steps, alone))
+            calls.append(in_kernels.update(inputs, i, program, arguments, steps, alone))
         updates, *new = _results(calls, args)
         if in_kernels is not None:
             in_kernels.finish(inputs, updates, None if rule is None else update_by(*rule))
@@ -124,8 +124,8 @@ of_one_leaf = LeafFunction  # as methods are decorated
 def kernels_of(args: Sequence[Any], i: int) -> Any:
     """What makes the step of a leaf one operation, if the form of all its moments has it."""
     old = [x.old[i] for x in args if isinstance(x, Moment)]
-    found = {form and form.kernels(x) for x, form in zip(old, map(forms.find, old), strict=True)}
-    return found.pop() if len(found) == 1 else None
+    kinds = {form and form.kernels(x) for x, form in zip(old, map(forms.find, old), strict=True)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _results(calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -165,12 +165,12 @@ def _program(
     The last arguments are those of a descent, if there is a rule for it: then it is the update.
     Else it is the direction, or the whole result.
     """
-    given, update = dict(options), None if rule is None else update_by(*rule)
+    chosen, update = dict(options), None if rule is None else update_by(*rule)
 
     def program(*args: Any) -> tuple[Any, list[Any]]:
-        own, steps = (args, ()) if update is None else (args[:-3], args[-3:])
-        result = function(*own, **given)
-        new = written([x for x in own if isinstance(x, Moments)])
+        leaf_args, steps = (args, ()) if update is None else (args[:-3], args[-3:])
+        result = function(*leaf_args, **chosen)
+        new = written([x for x in leaf_args if isinstance(x, Moments)])
         if whole:
             return result, new
         direction, like = result if isinstance(result, tuple) else (result, None)

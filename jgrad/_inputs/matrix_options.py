@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +50,10 @@ def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
 def read_split(function: str, split: PyTree) -> PyTree:
     """A tree of `Axes` with sizes: (a, b) for those, (a, ...) for a head size, () for None."""
 
-    def is_size(x: Any) -> bool:
+    def is_size(x: object) -> bool:
         return isinstance(x, int) and not isinstance(x, bool)
 
-    def read(x: Any) -> Axes | None:
+    def read(x: object) -> Axes | None:
         if x is None or is_size(x):
             return Axes() if x is None else Axes((x, ...))
         return Axes(x) if type(x) is tuple and x and all(map(is_size, x)) else None
@@ -69,7 +69,7 @@ def read_split(function: str, split: PyTree) -> PyTree:
     return tree
 
 
-def _shown(sizes: Axes) -> Any:
+def _shown(sizes: Axes) -> object:
     return sizes.values[0] if sizes.values[-1] is ... else sizes.values
 
 

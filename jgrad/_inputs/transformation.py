@@ -244,7 +244,7 @@ AS_PARAMETERS = MomentOptions(None)
 
 
 _LOG = logging.getLogger("jgrad")
-_said: collections.deque[Any] = collections.deque(maxlen=128)  # of which models, not to repeat it
+_seen: collections.deque[Any] = collections.deque(maxlen=128)  # models, not to repeat it
 
 
 def say_if_lost(params: Parameters) -> None:
@@ -267,8 +267,8 @@ def say_once(params: Parameters, message: str) -> None:
     """
     shapes = [None if x is None else x.shape for x in params.updated_shapes().leaves]
     key = params.function, message, shapes
-    if told().share is None and key not in _said:
-        _said.append(key)
+    if told().share is None and key not in _seen:
+        _seen.append(key)
         _LOG.warning(f"{params.function}: {message} Said once for these shapes.")
 
 
@@ -326,9 +326,9 @@ def transformation(
     def init(params: PyTree) -> Any:
         inputs = Parameters(name, params)
         checks.parameters(inputs.reference)
-        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
-        others = () if more is None else more.init(inputs, of_moments)
-        return state_type(*moments.init(inputs, of_moments, kinds), *others)
+        moment_shapes = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
+        others = () if more is None else more.init(inputs, moment_shapes)
+        return state_type(*moments.init(inputs, moment_shapes, kinds), *others)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **numbers: Any
@@ -336,18 +336,18 @@ def transformation(
         inputs = Inputs(name, updates, params, told())
         if params_for is not None:
             inputs.require_params(params_for)
-        of_moments = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
-        of_call = OfCall(numbers) if numbers else None
-        step = moments.read(inputs, state, of_moments, of_call or {}, kind)
+        moment_shapes = shapes_of(inputs) if shapes_of else Shapes(dict.fromkeys(has, inputs.tree))
+        numbers_of_call = OfCall(numbers) if numbers else None
+        step = moments.read(inputs, state, moment_shapes, numbers_of_call or {}, kind)
         if more is not None:
-            step = step._replace(more=more.read(inputs, of_moments, state))
+            step = step._replace(more=more.read(inputs, moment_shapes, state))
         old = step.moments
         if not all(inputs.is_updated):
             inputs = inputs.updated()
             step = step._replace(moments={name: x.at(inputs.rows) for name, x in old.items()})
         values, *computed = compute(inputs, step)
-        if of_call is not None:
-            of_call.check_names(name)
+        if numbers_of_call is not None:
+            numbers_of_call.check_names(name)
         new, others = computed[: len(old)], computed[len(old) :]
         stored = dict.fromkeys(kinds) | _in_state(inputs, old, new, state)
         return inputs.directions(values), type(state)(step.number, *stored.values(), *others)
@@ -466,8 +466,8 @@ def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
     leaves, structure = trees.flatten(params)
     if trees.is_one_leaf(structure) or all(map(checks.is_inexact, leaves)):
         return params  # the same object, in most calls: `None`, one parameter, or arrays alone
-    gradients, of_gradients = trees.flatten(updates)
-    known = of_gradients == structure
+    gradients, gradients_form = trees.flatten(updates)
+    known = gradients_form == structure
     if not known:
         gradients = [None] * len(leaves)
 

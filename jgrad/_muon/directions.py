@@ -92,11 +92,11 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     moments = list(step.moments.values())
     arguments = *arguments, *(x.at(both.first) for x in moments)
     orthogonal = _matrix_directions(inputs.function, muon, step.numbers, *arguments)
-    of_adam = muon.adam.read(inputs, step)
+    adam_numbers = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
         *(x.at(both.second) for x in moments),
-        leafwise.at(of_adam, both.second),
+        leafwise.at(adam_numbers, both.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
     return Directions(*map(both.together, orthogonal, others))
@@ -113,7 +113,7 @@ def _matrix_directions(
     second: Moment,
 ) -> Directions:
     """Those of matrices, of which alone all arguments are."""
-    axes = [of.whole for of in matrices]
+    axes = [where.whole for where in matrices]
     is_normuon = muon.rule == "normuon"
     steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[jax.Array] | None = None
@@ -168,15 +168,15 @@ def factors_of(
     """
     factors: dict[tuple[int, int], jax.Array] = {}
     numbers_of_arrays: PerArray[jax.Array] = []
-    for of in axes:
-        sizes = [piece.sizes for piece in matrix_axes.pieces(of)]
+    for where in axes:
+        sizes = [piece.sizes for piece in matrix_axes.pieces(where)]
         for size in sizes:
             if size not in factors:
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)
                 factors[size] = numbers.scalar(function, f"scale{size}", x)
         is_one = len(set(sizes)) == 1
         scales = [factors[size] for size in sizes]
-        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, of))
+        numbers_of_arrays.append(scales[0] if is_one else matrix_axes.per_output(scales, where))
     return numbers_of_arrays
 
 
@@ -195,7 +195,7 @@ def _with_equal_outputs(
 
     def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
         pairs = zip(matrices, numbers, strict=True)
-        return [of.local_part(x, per_output=True) for of, x in pairs]
+        return [where.local_part(x, per_output=True) for where, x in pairs]
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
@@ -204,7 +204,7 @@ def _with_equal_outputs(
         there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
     pairs = zip(matrices, averages, strict=True)
-    averages = [of.gathered(x, per_output=True) for of, x in pairs]
+    averages = [where.gathered(x, per_output=True) for where, x in pairs]
     return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 

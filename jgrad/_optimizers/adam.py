@@ -143,13 +143,12 @@ def numbers_of(
     args = (step, beta1.log, beta2.log, epsilon)
     if list not in map(type, args):
         return Numbers(beta1, beta2, *correct(*args))
-    of_leaves = zip_leaves(*args)
+    rows = zip_leaves(*args)
     # Leaves that share their numbers share the result: one scalar in the program, not one per leaf.
     known = {
-        tuple(map(id, row)): correct(*row)
-        for row in {tuple(map(id, r)): r for r in of_leaves}.values()
+        tuple(map(id, row)): correct(*row) for row in {tuple(map(id, r)): r for r in rows}.values()
     }
-    results = [known[tuple(map(id, row))] for row in of_leaves]
+    results = [known[tuple(map(id, row))] for row in rows]
     return Numbers(beta1, beta2, [x for x, _ in results], [x for _, x in results])
 
 
@@ -328,8 +327,8 @@ def _adam(
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n, mw, vw = options.read(inputs, step), step.moments["mw"], step.moments["vw"]
-        of_update = None if descent is None else descent.read(inputs, step)
-        return adam_of_leaf.update(inputs, inputs.g, mw, vw, n, descent=of_update)
+        descent_now = None if descent is None else descent.read(inputs, step)
+        return adam_of_leaf.update(inputs, inputs.g, mw, vw, n, descent=descent_now)
 
     return transformation(name, compute, has=("mw", "vw"), moments=moments)
 

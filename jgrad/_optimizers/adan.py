@@ -149,13 +149,13 @@ class _Numbers(NamedTuple):
     """What the direction of one leaf depends on beside arrays; or of all leaves, as lists.
 
     Attributes:
-      of_adam: of Adam, whose beta2 is beta3 here.
+      as_adam: of Adam, whose beta2 is beta3 here.
       beta2: the decay rate of differences.
       has_old: whether there is an old gradient.
       ahead: how many averages of differences to look ahead.
     """
 
-    of_adam: adam.Numbers
+    as_adam: adam.Numbers
     beta2: BetaForms
     has_old: PerLeaf
     ahead: PerLeaf
@@ -164,12 +164,12 @@ class _Numbers(NamedTuple):
 def _numbers_of(
     beta1: BetaForms, beta2: BetaForms, beta3: BetaForms, epsilon: PerLeaf, step: PerLeaf
 ) -> _Numbers:
-    of_adam = adam.numbers_of(beta1, beta3, epsilon, "moments", step)
+    as_adam = adam.numbers_of(beta1, beta3, epsilon, "moments", step)
     args = step, beta1.log, beta2.log, beta2.value
     if list not in map(type, args):
-        return _Numbers(of_adam, beta2, *_ahead(*args))
-    of_leaves = apply(_ahead, *args)
-    return _Numbers(of_adam, beta2, *([x[k] for x in of_leaves] for k in range(2)))
+        return _Numbers(as_adam, beta2, *_ahead(*args))
+    ahead = apply(_ahead, *args)
+    return _Numbers(as_adam, beta2, *([x[k] for x in ahead] for k in range(2)))
 
 
 @of_one_leaf
@@ -177,7 +177,7 @@ def adan_of_leaf(
     g: jax.Array, mw: Moments, vw: Moments, dw: Moments, gw: Moments, n: _Numbers
 ) -> tuple[jax.Array, jax.Array]:
     """The direction of one leaf, and an array that has its signs."""
-    (beta1, beta3, alpha, epsilon), old = n.of_adam, (gw.old, n.has_old)
+    (beta1, beta3, alpha, epsilon), old = n.as_adam, (gw.old, n.has_old)
     m = mw.write(adam.first_moment, g, mw.old, beta1.value, beta1.complement)
     v = vw.write(_average_square, g, vw.old, *old, n.beta2.value, beta3.value, beta3.complement)
     d = dw.write(_average_difference, g, dw.old, *old, n.beta2.value, n.beta2.complement)
@@ -310,9 +310,9 @@ def _adan(
             options.epsilon.read(inputs, step),
             step.as_float,
         )
-        of_update = None if descent is None else descent.read(inputs, step)
+        descent_now = None if descent is None else descent.read(inputs, step)
         old = step.moments.values()
-        return adan_of_leaf.update(inputs, inputs.g, *old, numbers, descent=of_update)
+        return adan_of_leaf.update(inputs, inputs.g, *old, numbers, descent=descent_now)
 
     return transformation(name, compute, has=_MOMENTS, moments=moments, state_type=AdanState)
 

@@ -354,7 +354,7 @@ def lamb(
       (2020), algorithm 2, where phi clips the ratio.
     """
     name, clamps = "lamb", (min_trust_ratio, max_trust_ratio)
-    of_adam = adam.AdamOptions(
+    adam_options = adam.AdamOptions(
         beta1=kinds.Beta("beta1", beta1),
         beta2=kinds.Beta("beta2", beta2),
         epsilon=kinds.Number("epsilon", epsilon),
@@ -364,7 +364,7 @@ def lamb(
         learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
     )
     descent.check(name)
-    of_adam.check(name)
+    adam_options.check(name)
     checks.one_of(name, "rule", rule, _RULES)
     layer_options.check_axes(name, mesh_axes, layer_axes)
     options.check_masks(name, trust_ratio_mask=trust_ratio_mask, full_precision=full_precision)
@@ -373,11 +373,11 @@ def lamb(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Any], list[Any], list[Any]]:
         w = inputs.require_params("the trust ratio")
-        of_update = descent.read(inputs, step)
+        descent_now = descent.read(inputs, step)
         numbers_of_lamb = Lamb(
-            of_adam.read(inputs, step),
-            of_update.rate,
-            of_update.decay,
+            adam_options.read(inputs, step),
+            descent_now.rate,
+            descent_now.decay,
             *layer_options.clamps(name, *clamps),
         )
         layers = layer_options.trust_layers(inputs, trust_ratio_mask, mesh_axes, layer_axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         return MasterState(master, tx.init(_optimized(master, params)))
 
     def update(
-        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, MasterState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the master copy")
@@ -108,7 +108,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
             if not _is_half(p):
                 return after
             commit, clips = inputs.commit, None
-            arrays: tuple[Any, ...] = p, copies.leaves[i]
+            arrays: tuple[Leaf, ...] = p, copies.leaves[i]
             if commit is not None:
                 arrays, clips = (*arrays, commit.flag), commit.clips
             follows = Rest(_followed(clips), arrays, (copies.leaves[i], None))
@@ -176,11 +176,11 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     checks.same_shapes(copies, inputs.reference._replace(leaves=half))
 
 
-def _is_real(x: Any) -> bool:
+def _is_real(x: Leaf) -> bool:
     return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _is_half(p: Any) -> bool:
+def _is_half(p: Leaf) -> bool:
     dtype = jnp.result_type(float if p is None else p)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
 

@@ -22,6 +22,7 @@ from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import refuse
+from jgrad._trees.trees import Structure
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -81,7 +82,7 @@ def pack_small(tx: AnyTransformation[Inner], *, max_size: Count = 2048) -> Trans
         return tx.init(packing.fill(layout, leaves) if layout.shapes else params)
 
     def update(
-        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         packing.check_unpacked(_NAME, "updates", updates)
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
@@ -116,7 +117,7 @@ def _or_zeros(u: Leaf, p: Leaf) -> Leaf:
     return numerics.zeros_like(p) if u is None and p is not None else u
 
 
-def _with_structure(state: PyTree, structure: Any) -> PyTree:
+def _with_structure(state: PyTree, structure: Structure) -> PyTree:
     """A state with the layouts of another tree that has the same leaves."""
     return packing.with_layouts(state, lambda x: dataclasses.replace(x, structure=structure))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner, Shardings
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
-from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -132,7 +132,7 @@ def stochastic_rounding(
         return StochasticState(counter(params), tx.init(_wide(params)))
 
     def update(
-        updates: PyTree, state: StochasticState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: StochasticState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, StochasticState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the rounding of new weights")
@@ -142,7 +142,7 @@ def stochastic_rounding(
         wide_params, keys_of_step = _wide(params), step_keys(step)
         places = places_of(inputs, mesh_axes)
 
-        def arrays(i: int) -> tuple[Any, Rounding]:
+        def arrays(i: int) -> tuple[Leaf, Rounding]:
             p, place = inputs.reference.leaves[i], places[i] if places else None
             return p, Rounding(
                 keys_of_step, element_keys(inputs.specs[i], seed, _PURPOSE, p, place)
@@ -157,7 +157,7 @@ def stochastic_rounding(
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)
         steps, inner = inputs.hand_over(tx, wide, state.inner, wide_params, then=then)
-        new: list[Any] = trees.flatten(steps)[0]
+        new: list[Leaf] = trees.flatten(steps)[0]
         calls: dict[int, Call] = {}
         for i, (u, p) in enumerate(zip(new, inputs.reference.leaves, strict=True)):
             is_here = checks.is_numeric(u) and _is_rounded(p)  # no float0
@@ -220,14 +220,14 @@ def _check_dtypes(params: ArgLeaves) -> None:
             params.fail(i, TypeError, f"{checks.describe(p)}, expected {expected}")
 
 
-def _is_rounded(p: Any) -> bool:
+def _is_rounded(p: Leaf) -> bool:
     return bool(getattr(p, "dtype", None) == jnp.bfloat16)
 
 
 def _wide(params: PyTree) -> PyTree:
     """What the transformation inside gets: float32 for bfloat16 parameters."""
 
-    def wide(p: Any) -> Any:
+    def wide(p: Leaf) -> Leaf:
         return made_of(numerics.wide(p), in_float32, p) if _is_rounded(p) else p
 
     return trees.map_leaves(wide, params)

@@ -71,8 +71,8 @@ def _norms_of(
     names = leaf_names.names(inputs.shapes)
     for i in floating:
         spec, axes = inputs.specs[i], layers[i]
-        of_array = per_array.get(i, jnp.zeros((axes.num_layers,)))
-        per_leaf = spec.per_leaf(numerics.saturating_float32(of_array), axes)
+        norms_here = per_array.get(i, jnp.zeros((axes.num_layers,)))
+        per_leaf = spec.per_leaf(numerics.saturating_float32(norms_here), axes)
         for j, norm in zip(spec.positions, per_leaf, strict=True):
             numbers[f"{kind}/{names[j]}"] = norm
     return numbers
@@ -225,18 +225,18 @@ def watch(
         return WatchState(_report(form, params, mesh_axes), inner)
 
     def update_of(
-        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **said: Any
+        updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **record: Any
     ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = layer_options.layers(inputs, mesh_axes, layer_axes)
-        steps, inner = inputs.hand_over(tx, updates, state, params, **said)
+        steps, inner = inputs.hand_over(tx, updates, state, params, **record)
         numbers = norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
-        return (inputs, steps, inner), numbers | said["notes"]
+        return (inputs, steps, inner), numbers | record["notes"]
 
     def update(
-        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: Any
+        updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, WatchState]:
         keys = _keys(state.report, params)
         old = {name: state.report[key] for name, key in keys.items()}
@@ -245,8 +245,8 @@ def watch(
 
         def measured() -> tuple[PyTree, Measured]:
             notes = {key: x for key, x in old.items() if not _is_own(key)}
-            said = updates, params, state.inner, extra_args
-            results, new = update_of(*said, notes=notes, finite=finite)  # also in a branch
+            arguments = updates, params, state.inner, extra_args
+            results, new = update_of(*arguments, notes=notes, finite=finite)  # also in a branch
             return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
@@ -371,10 +371,10 @@ def _after(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
     not, and a choice would be a pass over the arrays.
     """
 
-    def of_cpu(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
+    def on_cpu(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:
         return [jnp.where(first >= 0, x, jnp.zeros_like(x)) for x in arrays]
 
-    return jax.lax.platform_dependent(first, arrays, cpu=of_cpu, default=lambda _, xs: xs)
+    return jax.lax.platform_dependent(first, arrays, cpu=on_cpu, default=lambda _, xs: xs)
 
 
 def _report(

@@ -173,7 +173,7 @@ def test_e35_large_betas(beta2):
 
 def _stored(rule, old, steps, *, stochastic):
     """A moment after steps of a rule of one array, rounded as transformations do, or to the nearest."""
-    own = Geometry.of_leaf(old.shape)
+    own = Geometry.for_leaf(old.shape)
     keys = ElementKeys(np.array([1, 2], np.uint32), np.zeros((), np.uint32))
 
     @jax.jit
@@ -192,7 +192,7 @@ def test_e35_first_moments_reach_a_constant_gradient(beta, low, high):
     """In the mean, from 0 and whatever their size; to the nearest they stick below it."""
     g = jnp.asarray(np.linspace(1, 2, 4096), jnp.float32)
     rule = lambda x: beta * encoding.decoded(x) + (1 - beta) * g.reshape(x.codes.shape)
-    start = encoding.zeros(jnp.zeros(4096), (), codec.of_moments(second=False))
+    start = encoding.zeros(jnp.zeros(4096), (), codec.for_moments(second=False))
     exact = np.asarray(g, float) * (1 - beta**1000)
     found = _stored(rule, start, 1000, stochastic=True) / exact
     assert abs(found.mean() - 1) < 4 * found.std() / 64 + 1e-3
@@ -366,7 +366,7 @@ def test_e39_float64(x64, packed):
 
 def test_no_large_leaf_is_said_once(caplog):
     """In the log, where nothing is an error; not for a user who keeps every leaf in float32."""
-    forms._said.clear()
+    forms._seen.clear()
     small, large = {"w": jnp.ones((32, 64)), "n": jnp.arange(9000), "x": None}, jnp.ones((64, 64))
     for tx, w in (
         (jgrad.adam(0.1), small),
@@ -392,7 +392,7 @@ def test_no_large_leaf_is_said_once(caplog):
 
 def test_updates_that_float8_weights_lose_are_said_once(caplog):
     """Below a quarter of its epsilon nothing moves; with `master_weights` there is nothing to say."""
-    forms._said.clear()
+    forms._seen.clear()
     w = {"w": jnp.ones(8, jnp.float8_e4m3fn), "b": jnp.ones(3)}
     sgd, grads = jgrad.gradient_descent(0.03), [w] * 10
     kept, _ = train(jgrad.master_weights(sgd), w, grads)
@@ -410,7 +410,7 @@ def test_updates_that_float8_weights_lose_are_said_once(caplog):
 
 def test_a_share_of_a_model_is_no_small_model(caplog):
     """A step in the backward pass begins states of its own, of layers and of what is in no stack."""
-    forms._said.clear()
+    forms._seen.clear()
     params = {"layers": {"w": jnp.ones((2, 64, 64))}, "head": jnp.ones((64, 3))}
     tx = jgrad.adam(0.1, moment_dtype="8bit")
 
