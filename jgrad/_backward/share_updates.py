@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jgrad._arithmetic import elementwise
 from jgrad._arithmetic.programs import Atom, Equation, Program
@@ -28,6 +27,7 @@ from jgrad._backward.portions import (
 )
 from jgrad._trees import checks, forms, shares
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.shardings import Placement
 from jgrad._trees.shares import Key, Numbers, Share
 from jgrad._trees.told import Combine, telling
 from jgrad._trees.unpromised import Unpromised
@@ -214,7 +214,7 @@ class ShareUpdate:
         self,
         whole: Whole,
         portion: Portion,
-        mesh_axes: Sequence[PartitionSpec | None] | None,
+        mesh_axes: Sequence[Placement | None] | None,
         extra: Mapping[str, PyTree],
         *,
         elementwise: bool,

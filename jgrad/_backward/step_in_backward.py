@@ -11,7 +11,7 @@ from typing import Concatenate, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jgrad._arithmetic import numerics
 from jgrad._backward import calls, row_slices
@@ -23,12 +23,12 @@ from jgrad._backward.row_slices import Sliced, updates_of_rows
 from jgrad._backward.share_updates import ShareUpdate, Start, pruned
 from jgrad._forms.places import places_by_option
 from jgrad._inputs.inputs import Parameters
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, host_memory, shardings
-from jgrad._trees.annotations import Params, Shardings, SomeState, Value, ValueAndAux
+from jgrad._trees.annotations import MeshAxes, Params, SomeState, Value, ValueAndAux
 from jgrad._trees.explained import AnyTransformation
-from jgrad._trees.places import Place
+from jgrad._trees.places import is_shard, partition_spec, whole_along
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import Placement, read_mesh_axes
 from jgrad._trees.shares import Key, Numbers
 from jgrad._trees.told import during, telling
 from jgrad._wrappers import inside
@@ -81,7 +81,7 @@ def step_in_backward(
     has_aux: bool,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, ValueAndAux]: ...
 @overload
 def step_in_backward(
@@ -92,7 +92,7 @@ def step_in_backward(
     has_aux: Literal[False] = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, Value]: ...
 def step_in_backward(
     tx: AnyTransformation,
@@ -102,7 +102,7 @@ def step_in_backward(
     has_aux: bool = False,
     elementwise: bool = False,
     gradients: OfGradients | None = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
 ) -> TrainStep[Params, PyTree]:
     """Builds a train step that updates each layer during the backward pass.
 
@@ -181,9 +181,10 @@ def step_in_backward(
         or of the leaves outside of stacks whose gradients are known at the same time; all other
         leaves are None. It returns a tree with the same structure, shapes and dtypes. Noise raises
         an error, because each layer would get the same: add it in the ordinary step.
-      mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of these, as for `apply_gradients`. The gradients of a layer are then sharded
-        like its weights; the axis of layers must not be sharded.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Under `jit` on a mesh with automatic axes,
+        PartitionSpecs are needed as in `apply_gradients`, and shard the gradients of a layer like
+        its weights; the axis of layers must not be sharded.
 
     Returns:
       `step(params, state, *args, **extra_args) -> (params, state, value)`, where `value` is what
@@ -215,7 +216,7 @@ def step_in_backward(
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
     calls.check_function(gradients)
-    read_mesh_axes(_NAME, mesh_axes, names=False)
+    read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(
         traced: TracedLoss, params: PyTree, state: PyTree, args: Args, extra: Extra
@@ -237,7 +238,7 @@ def step_in_backward(
     ) -> Results:
         forward = Forward(traced, jax.tree.leaves(params))
         value = forward.result[0] if has_aux else forward.result
-        places: list[Place | None] = []
+        places: list[Placement | None] = []
         if mesh_axes is not None:
             places = places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.loss_keywords(value, state) | extra
@@ -291,7 +292,7 @@ class _Step:
         whole: Whole,
         traced: TracedLoss,
         model: Model,
-        places: Sequence[Place | None],
+        places: Sequence[Placement | None],
         extra: Extra,
         gradients: OfGradients | None,
         *,
@@ -304,7 +305,8 @@ class _Step:
 
         def update(portion: Portion) -> ShareUpdate:
             columns = itertools.zip_longest(portion.positions, portion.axes)
-            axes = [_spec(places[i], k) for i, k in columns if places]
+            known = ((places[i], k) for i, k in columns if places)
+            axes = [place and whole_along(place, k) for place, k in known]
             return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
 
         def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
@@ -503,8 +505,8 @@ class _Step:
     def _has_sharded_rows(self, i: int) -> bool:
         """Whether a leaf is sharded along its first axis, as far as types or a user say it."""
         place = self._places[i] if self._places else None
-        type_spec = jax.typeof(self._model.leaves[i]).sharding.spec
-        return any(spec and spec[0] is not None for spec in (type_spec, place and place.spec))
+        in_type = shardings.axes_of_spec(jax.typeof(self._model.leaves[i]).sharding.spec)
+        return any((*in_type[:1], *((place and place.per_axis) or ())[:1]))
 
     def _or_zeros(self, i: int, gradient: jax.Array | None) -> jax.Array | None:
         """The gradient of a leaf that the loss need not read."""
@@ -567,9 +569,10 @@ class _Step:
     def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
         """The gradient of a layer, sharded as its weights are."""
         place = self._places[i] if self._places else None
-        if place is None or place.is_shard:
+        if place is None or is_shard(place):
             return gradient
-        sharding = NamedSharding(place.mesh, _spec(place, axis) or PartitionSpec())
+        spec = partition_spec(whole_along(place, axis).per_axis)
+        sharding = NamedSharding(place.mesh, spec)
         return jax.lax.with_sharding_constraint(gradient, sharding)
 
     def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:
@@ -594,13 +597,6 @@ def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:
     """The numbers of two sets of shares; one of them may have more."""
     both = {key: update.combines[key].two(a[key], b[key]) for key in a.keys() & b.keys()}
     return {**a, **b, **both}
-
-
-def _spec(place: Place | None, axis: int | None) -> PartitionSpec | None:
-    """How a leaf of a share is sharded: a layer keeps its axis, which is of length 1."""
-    if place is None:
-        return None
-    return PartitionSpec(*(None if k == axis else names for k, names in enumerate(place.spec)))
 
 
 def _loop(count: int, body: Callable[[jax.Array, T], T], carry: T) -> T:

@@ -17,8 +17,9 @@ from jgrad._inputs.moment import Moment
 from jgrad._kernels import platforms
 from jgrad._kernels.leaf_step import in_memory
 from jgrad._trees import checks
-from jgrad._trees.places import Place
+from jgrad._trees.places import is_shard
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.shardings import Placement
 
 
 class Kernels:
@@ -102,10 +103,10 @@ class Kernels:
         kernel = self._make(function, finish, follows, self._place(i))
         return kernel, (read, flag, rest_args, replaces)
 
-    def _place(self, i: int) -> Place | None:
+    def _place(self, i: int) -> Placement | None:
         """How the leaf is sharded, if the user says it."""
         places = [x.random.places[i] for x in self._moments if x.random and x.random.places]
-        return next((x for x in reversed(places) if x is not None and not x.is_shard), None)
+        return next((x for x in reversed(places) if x is not None and not is_shard(x)), None)
 
 
 def _as_read(x: PyTree) -> PyTree:
@@ -123,7 +124,7 @@ def _kernel(
     function: Function,
     finish: Function | None,
     follows: Function | None,
-    place: Place | None,
+    place: Placement | None,
 ) -> Function:
     """A function of one leaf in 8 bits, with all that follows it, as one operation.
 

@@ -17,9 +17,9 @@ from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import ElementKeys, Part, leaf_keys, mixed, step_keys
 from jgrad._trees import shares
 from jgrad._trees.annotations import Count
-from jgrad._trees.places import Place
+from jgrad._trees.places import axes_cut, is_shard, shard_count, shard_index
 from jgrad._trees.protocols import Leaf, PyTree
-from jgrad._trees.shardings import varying_axes
+from jgrad._trees.shardings import Placement, varying_axes
 from jgrad._trees.told import told
 
 _SEED = 0
@@ -38,7 +38,7 @@ class RandomKeys:
         """Of all elements."""
         return step_keys(self._step)
 
-    def rounding(self, spec: ArraySpec, x: Leaf, place: Place | None) -> Rounding:
+    def rounding(self, spec: ArraySpec, x: Leaf, place: Placement | None) -> Rounding:
         """How the elements of an array are rounded; moments of a leaf share their keys."""
         key = id(spec), x.shape, varying_axes(*jax.tree.leaves(x)), place
         if key not in self._known:
@@ -49,11 +49,11 @@ class RandomKeys:
         self, inputs: Inputs, old: list[Leaf], mesh_axes: PyTree, *, is_whole: bool
     ) -> "MomentRounding":
         """How a moment of all leaves is rounded; `is_whole` where it is like the parameters."""
-        places: list[Place | None] = places_of(inputs, mesh_axes)
+        places: list[Placement | None] = places_of(inputs, mesh_axes)
         if not is_whole:  # of a moment that is not like its leaf, nobody says it
             columns = zip(places, old, inputs.reference.leaves, strict=False)
             places = [
-                place if place is not None and place.is_shard and _is_alike(x, p) else None
+                place if place is not None and is_shard(place) and _is_alike(x, p) else None
                 for place, x, p in columns
             ]
         return MomentRounding(self, inputs.specs, places)
@@ -71,7 +71,7 @@ class MomentRounding:
     """
 
     def __init__(
-        self, keys: RandomKeys, specs: list[ArraySpec], places: list[Place | None]
+        self, keys: RandomKeys, specs: list[ArraySpec], places: list[Placement | None]
     ) -> None:
         self._keys, self._specs, self.places = keys, specs, places
 
@@ -90,14 +90,14 @@ class MomentRounding:
 
 
 def element_keys(
-    spec: Any, seed: Count, purpose: int, x: Leaf, place: Place | None = None
+    spec: Any, seed: Count, purpose: int, x: Leaf, place: Placement | None = None
 ) -> ElementKeys:
     """What random bits are a hash of, so that a leaf has the same ones packed or not.
 
     The elements of a leaf are counted in order; of a packed one layer after layer, which is another
     order where layers are stacked over other axes than the first. So has one layer, updated by
     itself, those that it has in its stack, and a shard those that it has in its leaf. Where types
-    alone say that it is a shard, its device has bits of its own.
+    or names alone say that it is a shard, its device has bits of its own.
 
     Args:
       spec: of the array, an `ArraySpec`.
@@ -108,9 +108,11 @@ def element_keys(
     """
     keys: Any = leaf_keys(seed, purpose, spec.positions)
     is_counted = spec.counts if spec.has_rows else functools.partial(_counts, spec)
-    place = place if place is not None and place.is_shard and is_counted(place) else None
+    anywhere = place.anywhere if place is not None else ()
+    place = place if place is not None and is_shard(place) and is_counted(place) else None
     known = (*(place.names if place else ()), *(spec.shard.axes if spec.shard else ()))
-    if apart := [name for name in varying_axes(*jax.tree.leaves(x)) if name not in known]:
+    varying = {*varying_axes(*jax.tree.leaves(x)), *anywhere}
+    if apart := sorted(varying.difference(known)):
         keys = keys + mixed(jax.lax.axis_index(tuple(apart)).astype(jnp.uint32))
     if spec.has_rows:
         return ElementKeys(*spec.row_keys(keys, place))
@@ -118,11 +120,11 @@ def element_keys(
 
 
 def _keys_of_leaf(
-    spec: ArraySpec, keys: Any, shape: tuple[int, ...], place: Place | None
+    spec: ArraySpec, keys: Any, shape: tuple[int, ...], place: Placement | None
 ) -> ElementKeys:
     axes = range(len(shape))
-    counts = [place.shards(i) if place else 1 for i in axes]
-    index = [place.index_of(i) if place and i in place.cut else None for i in axes]
+    counts = [shard_count(place, i) if place else 1 for i in axes]
+    index = [shard_index(place, i) if place and i in axes_cut(place) else None for i in axes]
     share, stack = told().share, spec.stack
     if share is None or share.layer is None or stack is None or not stack.axis:
         keys = shares.in_stack(keys, math.prod((*shape, *counts)))
@@ -133,11 +135,13 @@ def _keys_of_leaf(
     return ElementKeys(keys, np.zeros((), np.uint32), part)
 
 
-def _counts(spec: ArraySpec, place: Place) -> bool:
+def _counts(spec: ArraySpec, place: Placement) -> bool:
     """Whether the elements of a shard can be counted from its first one.
 
     The layers of a stack that are updated one by one are counted by themselves, so that nothing
     says where those of a device begin.
     """
+    if place.per_axis is None:
+        return False
     share, axis = told().share, spec.stack.axis if spec.stack else 0
-    return share is None or share.layer is None or axis not in place.cut
+    return share is None or share.layer is None or axis not in axes_cut(place)

@@ -37,11 +37,12 @@ from jgrad._inputs.functional import Arguments, Declared, Kind, Kinds, Replaced,
 from jgrad._inputs.kinds import Beta, OptionalNumber
 from jgrad._inputs.moment import Moment
 from jgrad._layers import array_spec
-from jgrad._layers.layer_axes import LayerAxes, StaticAxes, as_typed, of_arrays, static_axes
+from jgrad._layers.layer_axes import LayerAxes, as_typed, of_arrays, read_layer_axes
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import read_mesh_axes
 
 MOMENTS = {Role.FIRST_MOMENT, Role.SECOND_MOMENT}
 # They may have any shape that broadcasts to the weights.
@@ -50,6 +51,17 @@ BROADCAST = MOMENTS | {Role.RATE}
 ARRAYS = BROADCAST | {Role.WEIGHTS, Role.GRADIENT}
 # They are complex if the weights are.
 COMPLEX = {Role.WEIGHTS, Role.GRADIENT, Role.FIRST_MOMENT}
+
+
+# Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
+_StaticAxes = tuple[tuple[Any, tuple[Any, ...]], ...]
+
+
+def _static_axes(function: str, given: Arguments) -> _StaticAxes:
+    """`mesh_axes` and `layer_axes`."""
+    mesh_axes = read_mesh_axes(function, given["mesh_axes"])
+    axes = mesh_axes, read_layer_axes(function, given["layer_axes"])
+    return tuple((structure, tuple(x)) for x, structure in map(trees.flatten, axes))
 
 
 class AlignedArguments:
@@ -107,7 +119,7 @@ class AlignedArguments:
         """The entries of an argument; of a beta, `BetaForms` with a list in each field."""
         return self._leaves[name]
 
-    def layer_axes(self, axes: StaticAxes) -> list[LayerAxes]:
+    def layer_axes(self, axes: _StaticAxes) -> list[LayerAxes]:
         """Where the layers of each leaf are, from `mesh_axes` and `layer_axes`."""
         # The weights may be one array for a tree of gradients: the finer of the two has the leaves.
         both = (self._reference, self._gradient)
@@ -316,8 +328,7 @@ def run(declared: Declared) -> Callable[..., Any]:
         given = given if before is None else before(given)
         named = canonicalize(name, kinds, {key: given.pop(key) for key in kinds})
         if "layer_axes" in given:
-            axes = static_axes(name, given["mesh_axes"], given["layer_axes"])
-            given |= {"mesh_axes": None, "layer_axes": axes}
+            given |= {"mesh_axes": None, "layer_axes": _static_axes(name, given)}
         options = tuple(given.items())
         try:
             hash(options)

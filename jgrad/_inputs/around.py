@@ -31,8 +31,8 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.inputs import Inputs, keeping_update
-from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import Placement
 from jgrad._trees.told import trace_state
 
 
@@ -291,7 +291,7 @@ class Then:
         self,
         weights: Sequence[Any],
         rest: Callable[[int], Rest | None],
-        places: Sequence[Place | None] = (),
+        places: Sequence[Placement | None] = (),
         outer: "Then | None" = None,
     ) -> None:
         """Of one update.
@@ -315,7 +315,7 @@ class Then:
         i = self._index.get(id(weight))
         return None if i is None or trace_state() != self._trace else self._rest(i)
 
-    def place_of(self, weight: Any) -> Place | None:
+    def place_of(self, weight: Any) -> Placement | None:
         """How a parameter is sharded."""
         i = self._index.get(id(weight))
         return self._places[i] if self._places and i is not None else None

@@ -24,6 +24,7 @@ from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import NOTHING, Told
 
 
@@ -97,6 +98,10 @@ class Parameters:
                 if is_updated and arg.leaves[i] is None:
                     arg.fail(i, TypeError, "None, expected a value, since this leaf is updated")
         return arg
+
+    def placements(self, mesh_axes: PyTree) -> ArgLeaves:
+        """Where each leaf of the unpacked tree lies, as a user says it: a `Placement` for each."""
+        return self.option("mesh_axes", read_mesh_axes(self.function, mesh_axes))
 
     def per_array(self, entries: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each array, from one for each leaf of the unpacked tree."""

@@ -4,19 +4,13 @@ from typing import Any
 
 from jgrad._inputs import numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._layers.layer_axes import (
-    Axes,
-    LayerAxes,
-    as_typed,
-    of_arrays,
-    read_layer_axes,
-    read_mesh_axes,
-)
+from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_layer_axes
 from jgrad._layers.trust import TrustLayers
 from jgrad._trees import checks
 from jgrad._trees.annotations import Mask, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import stacked_leaves, told
 
 # ---- what a factory can check ------------------------------------------------------------------
@@ -61,7 +55,7 @@ def check_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> None:
 def layers(inputs: Parameters, mesh_axes: PyTree, layer_axes: PyTree) -> list[LayerAxes]:
     """Where the layers of each array are, and along which mesh axes they vary."""
     inputs.check_buffers()
-    sharded = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
+    sharded = inputs.placements(mesh_axes)
     stacked = stacked_axes(inputs, layer_axes)
     reference = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
     axes = of_arrays(inputs.specs, sharded, stacked, reference)

@@ -18,13 +18,13 @@ from jgrad._inputs import layer_options, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import layer_axes as axes_of
 from jgrad._layers.array_spec import ArraySpec
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_axes, read_layer_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists, existing, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import ArrayAxes, Mask, Shardings
+from jgrad._trees.annotations import ArrayAxes, Mask, MeshAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shardings import automatic_mesh, unknown_axes
+from jgrad._trees.shardings import MeshAxesPerAxis, automatic_mesh, read_leaves, unknown_axes
 
 # The default of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not turn into an
 # array.
@@ -33,18 +33,6 @@ _OUTPUTS = "output_axes"
 
 
 # ---- as a factory reads them -------------------------------------------------------------------
-
-
-def read_shardings(function: str, mesh_axes: PyTree) -> PyTree:
-    """A tree of `Axes`, of which each value is a tuple of names; None stays."""
-    checks.shardings(function, "mesh_axes", mesh_axes)
-    leaves, structure = trees.flatten(mesh_axes)
-    axes: list[Axes | None] = []
-    for spec in leaves:
-        parts = [part if isinstance(part, tuple) else (part,) for part in spec or ()]
-        values = tuple(tuple(name for name in part if name is not None) for part in parts)
-        axes.append(None if spec is None else Axes(values))
-    return structure.unflatten(axes)
 
 
 def read_split(function: str, split: PyTree) -> PyTree:
@@ -61,7 +49,7 @@ def read_split(function: str, split: PyTree) -> PyTree:
     expected = "None, a head size (an int), or a tuple of sizes"
     if type(split) is tuple and not split:
         raise ValueError(f"{function}: `split`: (), expected {expected}.")
-    tree = read_axes(function, "split", split, read, expected)
+    tree = read_leaves(function, "split", split, read, expected)
     arg = ArgLeaves.from_tree(function, "split", tree)
     for i, sizes in enumerate(arg.leaves):
         if any(size is not ... and size < 1 for size in sizes.values):
@@ -85,14 +73,13 @@ class MatrixOptions(NamedTuple):
     output_axes: ArrayAxes
     split: ArrayAxes
     layer_axes: ArrayAxes
-    mesh_axes: Shardings
+    mesh_axes: MeshAxes
 
     def check(self, function: str) -> None:
         """What a factory can."""
         read_layer_axes(function, self.output_axes, _OUTPUTS)
         read_split(function, self.split)
         read_layer_axes(function, self.layer_axes)
-        checks.shardings(function, "mesh_axes", self.mesh_axes)
         options.check_masks(function, matrices=self.matrices)
         if self.matrices is None:
             expected = "a prefix tree of bools, or a function of the parameters' shapes"
@@ -138,11 +125,7 @@ def find(
     if inputs.has_buffers:
         _as_packed(inputs.specs, layers, chosen, stacked)
     axes = of_leaves(layers, outputs, chosen)
-    specs = read_shardings(function, mesh_axes)
-    sharded_axes = ArgLeaves.from_prefix(
-        function, "mesh_axes", specs, inputs.reference.name, inputs.shapes
-    )
-    axes = _with_shardings(inputs, axes, sharded_axes)
+    axes = _with_shardings(inputs, axes, inputs.placements(mesh_axes))
     if split is None:
         return axes
     return _with_blocks(inputs, axes, inputs.option("split", read_split(function, split)))
@@ -152,8 +135,7 @@ def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) ->
     """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
     pairs = zip(layer_axes.leaves, chosen.leaves, strict=True)
     stacked = layer_axes._replace(leaves=[axes if use else Axes() for axes, use in pairs])
-    not_sharded = layer_axes._replace(name="mesh_axes", leaves=[Axes()] * len(stacked.leaves))
-    return axes_of.of_leaves(not_sharded, stacked, reference)
+    return axes_of.of_leaves(stacked, reference)
 
 
 def refuse_packed(inputs: Parameters, matrices: Sequence[MatrixAxes | None]) -> None:
@@ -238,43 +220,47 @@ def _with_shardings(
     for i, matrices in enumerate(axes):
         if matrices is None or i not in array_of:  # no matrix, or a packed one, which is refused
             continue
-        x, named = array_of[i], mesh_axes.leaves[i]
-        if named is None:
+        x, per_axis = array_of[i], mesh_axes.leaves[i].per_axis
+        if per_axis is None:
             if unknown := unknown_axes(x):
                 _fail_for_part(mesh_axes, i, unknown)
-        elif len(named.values) > len(matrices.shape):
-            count, shape = len(named.values), matrices.shape
+        elif len(per_axis) > len(matrices.shape):
+            count, shape = len(per_axis), matrices.shape
             expected = f"at most {len(shape)}, one for each axis of shape {shape}"
             mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
         else:
             is_update = isinstance(inputs, Inputs)  # an `init` may be elsewhere
-            sharded[i] = _sharded(matrices, mesh_axes, i, x, is_update=is_update)
+            sharded[i] = _sharded(matrices, mesh_axes, i, per_axis, x, is_update=is_update)
     return sharded
 
 
 def _sharded(
-    matrices: MatrixAxes, mesh_axes: ArgLeaves, i: int, x: jax.Array, *, is_update: bool
+    matrices: MatrixAxes,
+    mesh_axes: ArgLeaves,
+    i: int,
+    per_axis: MeshAxesPerAxis,
+    x: jax.Array,
+    *,
+    is_update: bool,
 ) -> MatrixAxes:
     """With the mesh axes of an array under `jit`, or of what a device has inside of `shard_map`.
 
     Under `jit`, each part of a leaf has whole elements of mesh axes that there are.
     """
-    values = mesh_axes.leaves[i].values
     mesh = automatic_mesh(x) if isinstance(x, jax.Array) else None
+    for axis, names in enumerate(per_axis):
+        if mesh is not None or (is_update and axis not in matrices.stacked):
+            existing(mesh_axes, i, names, x)
     if mesh is None:
-        named = tuple((axis, names) for axis, names in enumerate(values) if names)
-        for axis, names in named if is_update else ():
-            if axis not in matrices.stacked:
-                axes_of.check_exist(mesh_axes, i, names, "matrices are of")
-        return dataclasses.replace(matrices, sharded_axes=named)
-    for axis, names in enumerate(values):
-        axes_of.check_names(mesh_axes, i, names, mesh)
+        here = ((axis, tuple(filter(axis_exists, names))) for axis, names in enumerate(per_axis))
+        return dataclasses.replace(matrices, sharded_axes=tuple(pair for pair in here if pair[1]))
+    for axis, names in enumerate(per_axis):
         count = math.prod(mesh.shape[name] for name in names)
         if x.shape[axis] % count:
             problem = f"{names} for axis {axis} of shape {x.shape}, expected a multiple of {count}"
             mesh_axes.fail(i, ValueError, problem)
-    missing = len(matrices.shape) - len(values)
-    return dataclasses.replace(matrices, mesh_axes=values + ((),) * missing)
+    missing = len(matrices.shape) - len(per_axis)
+    return dataclasses.replace(matrices, mesh_axes=per_axis + ((),) * missing)
 
 
 def _fail_for_part(mesh_axes: ArgLeaves, i: int, unknown: Sequence[str]) -> None:
@@ -282,9 +268,9 @@ def _fail_for_part(mesh_axes: ArgLeaves, i: int, unknown: Sequence[str]) -> None
 
     To JAX 0.10, `pmap` is a `shard_map` that checks nothing.
     """
-    which = ", ".join(map(repr, unknown))
+    which, came = ", ".join(map(repr, unknown)), mesh_axes.leaves[i].anywhere or None
     problem = (
-        f"None inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
+        f"{came} inside `shard_map` or `pmap`, where a device may have a part of a matrix along "
         f"{which}, expected the PartitionSpec of the leaf; where each device has whole "
         "matrices, `mesh_axes=PartitionSpec()`"
     )
@@ -315,7 +301,7 @@ def _runs(
 ) -> tuple[tuple[int, int], ...]:
     """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
     # Inside `shard_map` the matrix, of which a device may have a part; outside, leaves are whole.
-    outputs = matrices.in_shard_map.whole.sizes[0]
+    outputs = matrices.whole.sizes[0]
     shape = f"an array of shape {matrices.shape}"
     if sizes.values[-1] is ...:
         size = sizes.values[0]

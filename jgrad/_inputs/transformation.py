@@ -26,6 +26,7 @@ from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
 from jgrad._trees.explained import Transformation, keywords_of, known_names
 from jgrad._trees.protocols import FIRST, SECOND, MomentField, PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import told
 
 
@@ -126,6 +127,7 @@ class MomentOptions(NamedTuple):
 
     def checked(self, function: str) -> "MomentOptions":
         """The same; what the factory can say already. A dtype has the range of float32."""
+        read_mesh_axes(function, self.mesh_axes)
         if self.dtype is not None and forms.named(self.dtype) is None:
             others = " or ".join(map(repr, forms.names()))
             expected = f"a real floating dtype with the range of float32, or {others}"

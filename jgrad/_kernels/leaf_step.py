@@ -18,8 +18,9 @@ from jgrad._arithmetic.leaf_moment import LeafMoment, Moments, written
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.programs import ArrayType, ClosedProgram
 from jgrad._quantized.blocks import SIZE
-from jgrad._trees.places import Place
+from jgrad._trees.places import WHOLE, partition_spec, shard_count, shard_index
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.shardings import Placement, axes_of_spec
 from jgrad._trees.trees import Structure
 from jgrad._trees.unpromised import Unpromised
 
@@ -54,7 +55,7 @@ class LeafStep(NamedTuple):
     structure: Structure
     positions: tuple[int, ...]
     replaces: tuple[int | None, ...]
-    place: Place | None
+    place: Placement | None
     no_kernel: str
     traced: ClosedProgram | None
     used: tuple[bool, ...]
@@ -125,7 +126,7 @@ def in_memory(*arrays: Leaf) -> bool:
 
 def place_of(
     step: LeafStep, operands: Sequence[ArrayType], form: Lowering, *, is_local: bool
-) -> Place | str:
+) -> Placement | str:
     """The place of the kernel of a step; a text that says why it has none.
 
     Args:
@@ -141,20 +142,19 @@ def place_of(
     if form == "kernel" and step.no_kernel:
         return step.no_kernel
     if is_local:
-        return Place()
+        return WHOLE
     mesh = codes.sharding.mesh
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     if form == "two passes":
-        return "its mesh has explicit axes" if is_explicit else Place()
+        return "its mesh has explicit axes" if is_explicit else WHOLE
     place = step.place
     if is_explicit:
-        place = Place(mesh, tuple(codes.sharding.spec))
+        place = Placement(axes_of_spec(codes.sharding.spec), mesh=mesh)
     if place is None:
-        return "nothing says how it is sharded; `mesh_axes` does"
-    place = place._replace(spec=(*place.spec, *[None] * (codes.ndim - len(place.spec))))
+        return "nothing says how it is sharded; a PartitionSpec as `mesh_axes` does"
     for axis, n in enumerate(codes.shape):
         size = SIZE if axis == codes.ndim - 1 else 1
-        if n % (place.shards(axis) * size):
+        if n % (shard_count(place, axis) * size):
             return f"its shards along axis {axis} have no whole blocks of {size}"
     return place
 
@@ -163,7 +163,7 @@ def on_shards(
     kernel: Callable[..., list[jax.Array]],
     operands: Sequence[jax.Array],
     shape: tuple[int, ...],
-    place: Place,
+    place: Placement,
 ) -> list[jax.Array]:
     """What a kernel writes, on each shard of a leaf.
 
@@ -176,7 +176,8 @@ def on_shards(
     """
     if place.mesh is None:
         return kernel(operands, jnp.zeros((len(shape),), jnp.int32))
-    spec, row_spec = PartitionSpec(*place.spec), PartitionSpec(*place.spec[:-1], None)
+    spec = partition_spec(place.per_axis)
+    row_spec = PartitionSpec(*spec[: len(shape) - 1])
     widths = {shape[-1]: spec, 1: row_spec, shape[-1] // SIZE: spec}
     specs = [widths[x.shape[-1]] if x.ndim > 1 else PartitionSpec() for x in operands]
     if AxisType.Explicit in place.mesh.axis_types:  # types of arrays are as these say
@@ -185,7 +186,7 @@ def on_shards(
 
     def on_shard(operands: Sequence[jax.Array]) -> list[jax.Array]:
         numbers = zip(shape, range(len(shape)), strict=True)
-        starts = [place.index_of(axis) * (n // place.shards(axis)) for n, axis in numbers]
+        starts = [shard_index(place, axis) * (n // shard_count(place, axis)) for n, axis in numbers]
         return kernel(operands, jnp.stack(starts))
 
     return jax.shard_map(

@@ -20,9 +20,8 @@ from jgrad._kernels import leaf_step
 from jgrad._kernels.leaf_step import LeafStep, Lowering, moments_of
 from jgrad._kernels.moment import CodesPass, ScalePass
 from jgrad._quantized.blocks import Blocks
-from jgrad._trees.places import Place
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shardings import barrier
+from jgrad._trees.shardings import Placement, barrier
 from jgrad._trees.told import during
 from jgrad._trees.unpromised import Unpromised
 
@@ -36,7 +35,7 @@ def run(
     args: PyTree,
     *,
     replaces: Sequence[jax.Array | None] = (),
-    place: Place | None = None,
+    place: Placement | None = None,
     no_kernel: str = "",
 ) -> tuple[list[jax.Array], list[Blocks]]:
     """What a function of one leaf returns, and the new moments that it writes.
@@ -161,7 +160,7 @@ def _lowered(
         place = leaf_step.place_of(step, context.avals_in, form, is_local=is_local)
 
     def run(*operands: jax.Array) -> list[jax.Array]:
-        if not isinstance(place, Place):
+        if not isinstance(place, Placement):
             return list(itertools.compress(_as_traced(*operands, traced=step.traced), step.used))
         if form == "two passes":
             return in_two_passes(step, operands)

@@ -26,9 +26,8 @@ from jgrad._kernels.tile import Tile, TileRounding
 from jgrad._quantized.blocks import SIZE
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import Part
-from jgrad._trees.places import Place
 from jgrad._trees.protocols import Leaf, PyTree
-from jgrad._trees.shardings import varying_as
+from jgrad._trees.shardings import Placement, varying_as
 from jgrad._trees.unpromised import Unpromised
 
 core = Unpromised("moments in 8 bits")
@@ -48,7 +47,7 @@ class _Keys(NamedTuple):
 
 
 def run(
-    step: LeafStep, operands: Sequence[jax.Array], place: Place, *, interpret: bool
+    step: LeafStep, operands: Sequence[jax.Array], place: Placement, *, interpret: bool
 ) -> list[jax.Array]:
     """The results of the step, computed by the kernel; `interpret` runs it on a CPU."""
     keys: dict[tuple[int, ...], _Keys] = {}  # moments of a leaf have the same random bits

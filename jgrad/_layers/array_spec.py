@@ -75,6 +75,10 @@ class ArraySpec:
             for x, leaf in zip(parts, leaves, strict=True)
         ]
 
+    def mesh_axes(self, per_leaf: Sequence[tuple[str, ...]], arg: ArgLeaves) -> tuple[str, ...]:
+        """Over which mesh axes the array is sharded, from those of each leaf of the tree."""
+        return per_leaf[self.positions[0]]
+
     def layer_axes(
         self, per_leaf: Sequence[Layers], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> Layers:

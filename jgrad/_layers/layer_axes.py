@@ -6,24 +6,29 @@ both; jgrad does not detect them. Under `jit`, a sharded array is whole and need
 """
 
 import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic.leafwise import Function
 from jgrad._layers.array_spec import ArraySpec
-from jgrad._trees import checks, trees
+from jgrad._trees import trees
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import PyTree
-from jgrad._trees.shardings import invariant_axes, replicated, unknown_axes
+from jgrad._trees.shardings import (
+    Placement,
+    invariant_axes,
+    read_leaves,
+    read_mesh_axes,
+    replicated,
+    unknown_axes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,65 +100,20 @@ class LayerAxes:
         return replicated(jnp.sum(f(*arrays), axis=self.within)).reshape(-1)
 
 
-# ---- what a user gives as `mesh_axes` and `layer_axes` -----------------------------------------
+# ---- what a user gives as `layer_axes` ---------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """A leaf of a tree of axes. A bare tuple would be a subtree.
-
-    Attributes:
-      values: names of mesh axes, or indices of axes of arrays.
-      spec: the PartitionSpec that a user gave.
-      is_for_all: whether they are one entry for all leaves, and not in a tree.
-    """
+    """Indices of axes of an array, or sizes along them. A bare tuple would be a subtree."""
 
     values: tuple[Any, ...] = ()
-    spec: PartitionSpec | None = dataclasses.field(default=None, compare=False)
-    is_for_all: bool = False
-
-
-def read_mesh_axes(function: str, mesh_axes: PyTree, *, names: bool = True) -> PyTree:
-    """A tree of `Axes` with names of mesh axes; or of PartitionSpecs alone."""
-
-    def read(x: PyTree) -> Axes | None:
-        if not isinstance(x, PartitionSpec):
-            return _axes(str, x) if names or x is None else None
-        parts = [part if isinstance(part, tuple) else (part,) for part in x]
-        named = [name for part in parts for name in part if name is not None]
-        is_named = all(isinstance(name, str) for name in named)
-        return Axes(tuple(sorted(named)), x) if is_named else None
-
-    expected = "None, an axis name, a tuple of names, or a PartitionSpec"
-    if not names:
-        expected = "None or a PartitionSpec, which says which axis of a leaf is sharded"
-    tree = read_axes(function, "mesh_axes", mesh_axes, read, expected)
-    return dataclasses.replace(tree, is_for_all=True) if isinstance(tree, Axes) else tree
 
 
 def read_layer_axes(function: str, layer_axes: PyTree, name: str = "layer_axes") -> PyTree:
     """A tree of `Axes` with indices of array axes; of an option of another name, if it is given."""
     expected = "None, an int, or a tuple of ints"
-    return read_axes(function, name, layer_axes, functools.partial(_axes, int), expected)
-
-
-# Trees as `jax.jit` wants static arguments: hashable, as structure and leaves.
-StaticTree = tuple[PyTreeDef, tuple[Any, ...]]
-StaticAxes = tuple[StaticTree, StaticTree]
-
-
-def static_axes(function: str, mesh_axes: PyTree, layer_axes: PyTree) -> StaticAxes:
-    """`mesh_axes` and `layer_axes` of a functional update, hashable."""
-    return (
-        static_tree(read_mesh_axes(function, mesh_axes)),
-        static_tree(read_layer_axes(function, layer_axes)),
-    )
-
-
-def static_tree(tree: PyTree) -> StaticTree:
-    """A tree of hashable leaves, hashable."""
-    leaves, structure = trees.flatten(tree)
-    return structure, tuple(leaves)
+    return read_leaves(function, name, layer_axes, _axes, expected)
 
 
 def axis_exists(name: str) -> bool:
@@ -165,36 +125,53 @@ def axis_exists(name: str) -> bool:
     return True
 
 
-def existing_mesh_axes(mesh_axes: ArgLeaves) -> tuple[str, ...]:
-    """All mesh axes that are named, sorted; an error if one does not exist here."""
-    existing: set[str] = set()
-    for axes in set(mesh_axes.leaves):
-        existing.update(axes.values)
-        check_exist(mesh_axes, mesh_axes.leaves.index(axes), axes.values, "norms are of")
-    return tuple(sorted(existing))
+def all_names(function: str, mesh_axes: PyTree) -> set[str]:
+    """All mesh axes that the option names, whether they are here or not."""
+    return {name for x in trees.flatten(read_mesh_axes(function, mesh_axes))[0] for name in x.names}
 
 
-def check_exist(mesh_axes: ArgLeaves, i: int, names: Sequence[str], under_jit: str) -> None:
-    """Mesh axes by whose names devices talk to each other; `under_jit` says what is whole there."""
-    for name in names:
-        if not axis_exists(name):
-            remedy = f"is for `shard_map` and `pmap`; under `jit` {under_jit} whole leaves"
-            problem = f"no axis {name!r} here; `{mesh_axes.name}` {remedy}"
-            mesh_axes.fail(i, ValueError, problem)
+def in_shard_map(mesh_axes: ArgLeaves, arrays: Sequence[Any]) -> ArgLeaves:
+    """A `Placement` for each leaf, along axes by whose names devices talk to each other.
+
+    Under `jit` leaves are whole along all axes of their mesh, or of `jax.set_mesh`.
+    """
+    there: dict[Placement, Placement] = {}
+    for i, (x, array) in enumerate(zip(mesh_axes.leaves, arrays, strict=True)):
+        if x not in there:
+            names = x.within(())
+            there[x] = among(x, existing(mesh_axes, i, names, array)) if names else x
+    return mesh_axes._replace(leaves=[there[x] for x in mesh_axes.leaves])
 
 
-def check_names(
-    mesh_axes: ArgLeaves, i: int, names: Sequence[str], mesh: Mesh | AbstractMesh
-) -> None:
-    """Under `jit`, where a leaf is said to be sharded over axes of a mesh."""
-    if others := [name for name in names if name not in mesh.axis_names]:
-        expected = f"an axis of the mesh: {', '.join(map(repr, mesh.axis_names))}"
-        mesh_axes.fail(i, ValueError, f"{others[0]!r}, expected {expected}")
+def among(place: Placement, names: Collection[str]) -> Placement:
+    """The same, along some mesh axes alone."""
+    *per_axis, anywhere = (
+        tuple(name for name in row if name in names)
+        for row in (*(place.per_axis or ()), place.anywhere)
+    )
+    known = None if place.per_axis is None else tuple(per_axis)
+    return dataclasses.replace(place, per_axis=known, anywhere=anywhere)
 
 
-def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
-    """The layers of each leaf of the reference; both arguments hold an `Axes` for each leaf."""
-    existing_mesh_axes(mesh_axes)
+def existing(mesh_axes: ArgLeaves, i: int, names: Collection[str], array: Any) -> tuple[str, ...]:
+    """Those of the names that are axes of the `shard_map` or `pmap` around; all are of a mesh."""
+    here = tuple(filter(axis_exists, names))
+    if others := [name for name in names if name not in here]:
+        meshes = [jax.sharding.get_abstract_mesh()]
+        meshes += [jax.typeof(array).sharding.mesh] if isinstance(array, jax.Array) else []
+        known = dict.fromkeys(itertools.chain(*(mesh.axis_names for mesh in meshes)))
+        if missing := [name for name in others if name not in known]:
+            remedy = "; `mesh_axes` is for `shard_map` and `pmap`; under `jit` leaves are whole"
+            if known:
+                remedy = f", expected one of the mesh: {', '.join(map(repr, known))}"
+            mesh_axes.fail(i, ValueError, f"no axis {missing[0]!r} here{remedy}")
+    return here
+
+
+def of_leaves(
+    layer_axes: ArgLeaves, reference: ArgLeaves, mesh_axes: ArgLeaves | None = None
+) -> list[LayerAxes]:
+    """The layers of each leaf of the reference, from an entry of both options for each leaf."""
     layers = []
     for i, x in enumerate(reference.leaves):
         shape: tuple[int, ...] = () if x is None else x.shape
@@ -205,7 +182,8 @@ def of_leaves(mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves)
             shown = axes[0] if len(axes) == 1 else axes
             problem = f"{shown}, expected different axes of an array of shape {shape}"
             layer_axes.fail(i, ValueError, problem)
-        layers.append(LayerAxes(shape, stacked, mesh_axes.leaves[i].values))
+        names = () if mesh_axes is None else mesh_axes.leaves[i].within(stacked)
+        layers.append(LayerAxes(shape, stacked, names))
     return layers
 
 
@@ -213,7 +191,8 @@ def of_arrays(
     arrays: Sequence[ArraySpec], mesh_axes: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves
 ) -> list[LayerAxes]:
     """Where the layers of each array are, from arguments with an entry per leaf of the tree."""
-    per_leaf = of_leaves(mesh_axes, layer_axes, reference)
+    mesh_axes = in_shard_map(mesh_axes, reference.leaves)
+    per_leaf = of_leaves(layer_axes, reference, mesh_axes)
     return [spec.layer_axes(per_leaf, mesh_axes, layer_axes) for spec in arrays]
 
 
@@ -226,9 +205,9 @@ def as_typed(
     not summed over where one entry says so for all leaves. An entry of a tree is the user's word
     for the leaves below it: a shard of constants that is made inside is the same everywhere, too.
     """
-    entry = mesh_axes.leaves[0] if mesh_axes.leaves else Axes()
+    entry = mesh_axes.leaves[0] if mesh_axes.leaves else Placement()
     is_for_many = entry.is_for_all and (len(mesh_axes.leaves) > 1 or mesh_axes.paths() != [""])
-    overruled = entry.values if is_for_many else ()
+    overruled = entry.names if is_for_many else ()
     typed = []
     for axes, beside in zip(layers, arrays, strict=True):
         present = [x for x in beside if x is not None]
@@ -243,29 +222,10 @@ def as_typed(
     return typed
 
 
-def _axes(kind: type, x: PyTree) -> Axes | None:
-    """`Axes` of None, of one value of a type, or of a tuple of those; True is no int here."""
+def _axes(x: PyTree) -> Axes | None:
+    """`Axes` of None, of an int, or of a tuple of those; True is no int here."""
     if x is None:
         return Axes()
     values = x if type(x) is tuple else (x,)
-    fits = all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
+    fits = all(isinstance(value, int) and not isinstance(value, bool) for value in values)
     return Axes(values) if fits else None
-
-
-def read_axes(
-    function: str, name: str, tree: PyTree, read: Callable[[PyTree], Axes | None], expected: str
-) -> PyTree:
-    """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
-    if tree is None and (none := read(tree)) is not None:
-        return none
-    leaves, structure = jax.tree_util.tree_flatten_with_path(
-        trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
-    )
-    axes = [read(x) for _, x in leaves]
-    if None in axes:
-        path, x = leaves[axes.index(None)]
-        if isinstance(x, jax.Array):
-            expected += f"; {checks.INJECTED}"
-        arg = ArgLeaves(function, name, [x], lambda: [jax.tree_util.keystr(path)])
-        arg.fail(0, TypeError, f"{checks.describe(x)}, expected {expected}")
-    return jax.tree.unflatten(structure, axes)

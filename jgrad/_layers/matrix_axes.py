@@ -10,18 +10,16 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.layer_axes import axis_exists
 from jgrad._trees.protocols import Leaf
-from jgrad._trees.shardings import all_gather, replicated
+from jgrad._trees.shardings import MeshAxesPerAxis, all_gather, replicated
 
 
 class View(NamedTuple):
@@ -55,13 +53,6 @@ class View(NamedTuple):
 
 
 Array = jax.Array | None
-# For each axis of an array the mesh axes over which it is sharded.
-MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
-
-
-def partition_spec(mesh_axes: MeshAxesPerAxis) -> PartitionSpec:
-    """How an array is sharded, as JAX writes it."""
-    return PartitionSpec(*(names or None for names in mesh_axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,23 +147,14 @@ class MatrixAxes:
         return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
 
     @property
-    def in_shard_map(self) -> "MatrixAxes":
-        """The same, sharded over no mesh axes but those of the `shard_map` around, if any."""
-        named = [
-            (axis, tuple(name for name in names if axis_exists(name)))
-            for axis, names in self.sharded_axes
-        ]
-        return dataclasses.replace(self, sharded_axes=tuple(x for x in named if x[1]))
-
-    @property
     def gathered_over(self) -> tuple[str, ...]:
         """The mesh axes along which whatever is made of whole matrices is the same."""
         return tuple(itertools.chain(*(names for _, names in self._gathered_axes())))
 
     def sharded_over(self, axes: Sequence[int]) -> tuple[str, ...]:
         """The mesh axes of the `shard_map` around, along which some axes are sharded."""
-        of_axes = self.in_shard_map.sharded_axes
-        return tuple(itertools.chain(*(names for axis, names in of_axes if axis in axes)))
+        pairs = self.sharded_axes
+        return tuple(itertools.chain(*(names for axis, names in pairs if axis in axes)))
 
     def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
         """Whole matrices, of parts of them; or whole outputs, of one number per output."""

@@ -18,7 +18,9 @@ import numpy as np
 
 from jgrad._arithmetic import numerics
 from jgrad._arithmetic.leafwise import Function
-from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, View, partition_spec
+from jgrad._layers.matrix_axes import MatrixAxes, View
+from jgrad._trees.places import partition_spec
+from jgrad._trees.shardings import MeshAxesPerAxis
 
 Mesh: TypeAlias = jax.sharding.Mesh | jax.sharding.AbstractMesh
 
@@ -43,7 +45,7 @@ def orthogonalized(
     """
     real = numerics.real_dtype(*arrays)
     arrays = [numerics.widen(x, real) for x in arrays]
-    specs = tuple(partition_spec(where.mesh_axes or ()) for where in axes)
+    specs = tuple(partition_spec(where.mesh_axes) for where in axes)
     exchanges = _exchanges(axes, dealing)
 
     def on_each(*blocks: jax.Array) -> tuple[jax.Array, ...]:

@@ -36,11 +36,11 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
     Polynomials,
     Scalar,
-    Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import Leaf
@@ -214,7 +214,7 @@ def muon(
     error_decay: Number = 0.95,
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: ComputeDType = None,
@@ -282,11 +282,12 @@ def muon(
         tree or `by_path` of these. If there are several output axes, they are flattened in
         row-major order. `split` doesn't affect the state, so you can change it in the middle of a
         run.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. If a
-        matrix is sharded, each device gathers it and keeps its own part of the result. None raises
-        an error there unless JAX knows that the leaf is not sharded, as it does for replicated
-        parameters with `check_vma=True`. Under `jit` on a mesh with automatic axes, it tells
-        `shard_over` how leaves are sharded.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, each device gathers
+        sharded matrices and keeps its own part of the result. A matrix needs a PartitionSpec there,
+        unless JAX knows that it is not sharded, as it does for replicated parameters with
+        `check_vma=True`. Under `jit` on a mesh with automatic axes, it tells `shard_over` how
+        leaves are sharded.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
         heads: an int, a tuple of ints, None, or a prefix tree of these.
       shard_over: under `jit`, a mesh axis or a tuple of axes. Matrices of the same shape are
@@ -387,7 +388,7 @@ def scale_by_muon(
     error_decay: Number = 0.95,
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     compute_dtype: ComputeDType = None,

@@ -24,7 +24,7 @@ from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import matrix_options
 from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import read_layer_axes
-from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, partition_spec
+from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._muon import all_to_all, newton_schulz, rows
 from jgrad._muon.all_to_all import Dealing, Mesh
 from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
@@ -34,7 +34,14 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import ArrayAxes, ComputeDType, Polynomials, Tree
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import explained
-from jgrad._trees.shardings import axes_in_type, replicated, sharded_as, unknown_axes
+from jgrad._trees.places import partition_spec
+from jgrad._trees.shardings import (
+    MeshAxesPerAxis,
+    axes_in_type,
+    replicated,
+    sharded_as,
+    unknown_axes,
+)
 
 _NAME = "orthogonalize"
 
@@ -284,7 +291,7 @@ def _compact(
     local = of.on_device(known, sizes)
     axes = local.taken(known, sizes)
     per_row = tuple(() if i in of.sides[1] else names for i, names in enumerate(known))
-    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes or (), per_row))
+    whole, of_few, of_mask = map(partition_spec, (known, axes.mesh_axes, per_row))
     on_each = functools.partial(jax.shard_map, mesh=dealing.mesh, check_vma=False)
 
     def first(arrays: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
-from jgrad._layers.matrix_axes import MatrixAxes, MeshAxesPerAxis, View
-from jgrad._trees.shardings import all_gather
+from jgrad._layers.matrix_axes import MatrixAxes, View
+from jgrad._trees.shardings import MeshAxesPerAxis, all_gather
 
 
 @dataclasses.dataclass(frozen=True)

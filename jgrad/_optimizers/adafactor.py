@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -36,10 +35,10 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
     Scalar,
-    Shardings,
 )
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
@@ -59,7 +58,7 @@ class _Options(NamedTuple):
     min_side: Count
     rule: AdafactorRule
     output_axes: ArrayAxes
-    mesh_axes: Shardings
+    mesh_axes: MeshAxes
     layer_axes: ArrayAxes
 
     def check(self, function: str) -> None:
@@ -76,7 +75,6 @@ class _Options(NamedTuple):
         checks.one_of(function, "rule", self.rule, ("paper", "torch"))
         read_layer_axes(function, self.layer_axes)
         read_layer_axes(function, self.output_axes, "output_axes")
-        checks.shardings(function, "mesh_axes", self.mesh_axes)
 
 
 def _check_epsilon(function: str, x: Any, rule: AdafactorRule) -> None:
@@ -245,10 +243,7 @@ def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
     found = matrix_options.find(
         inputs, mask, chosen.output_axes, chosen.layer_axes, chosen.mesh_axes, None
     )
-    factored = [
-        None if of is None or min(of.whole.sizes) < chosen.min_side else of
-        for of in (of and of.in_shard_map for of in found)
-    ]
+    factored = [None if of is None or min(of.whole.sizes) < chosen.min_side else of for of in found]
     for spec in inputs.specs:
         for i in () if spec.is_unpacked else filter(factored.__getitem__, spec.positions):
             arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
@@ -333,7 +328,7 @@ def _factors(inputs: Inputs, u: Sequence[Call], chosen: _Options) -> list[list[j
     """Of each array what its direction is multiplied by: its clip and the scale of its weights."""
     name = inputs.function
     factors: list[list[jax.Array]] = [[] for _ in u]
-    axes = _layers(inputs, chosen)
+    axes = layer_options.layers(inputs, chosen.mesh_axes, chosen.layer_axes)
     in_order = sorted(range(len(u)), key=lambda i: axes[i].sort_key)
     layers = [axes[i] for i in in_order]
     measured: list[list[Call]] = []
@@ -360,25 +355,6 @@ def _factors(inputs: Inputs, u: Sequence[Call], chosen: _Options) -> list[list[j
         for i, x in zip(in_order, norms.split(layers, made), strict=True):
             factors[i].append(x)
     return factors
-
-
-def _layers(inputs: Inputs, chosen: _Options) -> list[LayerAxes]:
-    """Where the layers are: a mesh axis along which they are stacked is not summed over."""
-    mesh_axes = chosen.mesh_axes
-    axes = layer_options.layers(inputs, mesh_axes, chosen.layer_axes)
-    if mesh_axes is None:
-        return axes
-    shardings = matrix_options.read_shardings(inputs.function, mesh_axes)
-    given_to = inputs.function, "mesh_axes", shardings, inputs.reference.name, inputs.shapes
-    specs = ArgLeaves.from_prefix(*given_to).leaves
-    for i, (of, spec) in enumerate(zip(axes, inputs.specs, strict=True)):
-        sharding = specs[spec.positions[0]]
-        if sharding is None or not of.stacked:
-            continue
-        over = [names for axis, names in enumerate(sharding.values) if axis in of.stacked]
-        names = tuple(x for x in of.mesh_axes if x not in itertools.chain(*over))
-        axes[i] = dataclasses.replace(of, mesh_axes=names)
-    return axes
 
 
 def _inverse_root_of_size(spec: ArraySpec, layers: LayerAxes) -> jax.Array:
@@ -416,7 +392,7 @@ def adafactor(
     weight_decay_rule: DecayRule = "decoupled",
     rule: AdafactorRule = "paper",
     output_axes: ArrayAxes = LAST,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
@@ -468,8 +444,9 @@ def adafactor(
       output_axes: which axes of a leaf are outputs: an int, a tuple of ints, or a prefix tree of
         these. All others except `layer_axes` are inputs. The default, the last axis, fits flax and
         haiku; use 0 for equinox and PyTorch. This only matters for leaves with three or more axes.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
-        in `muon`. Under `jit` you don't need it.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, factors need
+        PartitionSpecs, as in `muon`.
       layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
         None, or a prefix tree of these. Each layer has its own averages, clipping and scale.
       moment_dtype: dtype of m. None uses the parameter's dtype, but at least float32; "8bit" stores

@@ -25,10 +25,10 @@ from jgrad._trees.annotations import (
     Gradient,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Vw,
     Weights,
 )
@@ -322,7 +322,6 @@ def _adam(
     if descent is not None:
         descent.check(name)
     options.check(name)
-    checks.shardings(name, "mesh_axes", moments.mesh_axes)
     check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
@@ -344,7 +343,7 @@ def adam(
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -380,10 +379,11 @@ def adam(
         decay in [0, 1) that acts even when the learning rate is 0.
       bias_correction: "moments" as above; "step_size" as in `adam_step`, which leaves epsilon
         uncorrected and, unlike the paper, also adds it to 1 - beta1^t; None for no correction.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
@@ -433,7 +433,7 @@ def scale_by_adam(
     beta2: Number = 0.999,
     epsilon: Number = 1e-8,
     bias_correction: BiasCorrection = "moments",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -448,10 +448,11 @@ def scale_by_adam(
         of these.
       bias_correction: "moments" as in `adam`; "step_size" as in `adam_step`, which leaves epsilon
         uncorrected and, unlike the paper, also adds it to 1 - beta1^t; None for no correction.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.

@@ -19,15 +19,14 @@ from jgrad._inputs.moment import Step
 from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
-from jgrad._trees import checks
 from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Vw,
     Weights,
 )
@@ -299,7 +298,6 @@ def _adan(
         descent.check(name)
     for option in options:
         option.check(name)
-    checks.shardings(name, "mesh_axes", moments.mesh_axes)
     check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
@@ -328,7 +326,7 @@ def adan(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[AdanState]:
@@ -372,10 +370,11 @@ def adan(
         the weights that the step moves towards zero, as in `adam`. "independent": w' = w -
         learning_rate delta - weight_decay w, with a weight decay in [0, 1) that acts even when the
         learning rate is 0.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
@@ -423,7 +422,7 @@ def scale_by_adan(
     beta2: Number = 0.92,
     beta3: Number = 0.99,
     epsilon: Number = 1e-8,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[AdanState]:
@@ -436,10 +435,11 @@ def scale_by_adan(
       beta2: decay rate of the average of differences, and their weight, in [0, 1), as in `adan`.
       beta3: decay rate of the average of squares, in [0, 1), as in `adan`.
       epsilon: added to the root of the average of squares, in [0, inf), as in `adan`.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.

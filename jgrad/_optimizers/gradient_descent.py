@@ -21,9 +21,9 @@ from jgrad._trees.annotations import (
     CoupledDecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
-    Shardings,
     Weights,
 )
 from jgrad._trees.explained import Transformation, explained
@@ -133,7 +133,7 @@ def gradient_descent(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: CoupledDecayRule = "coupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -164,10 +164,11 @@ def gradient_descent(
         w - learning_rate (d' + weight_decay w [Re(d' conj(w)) > 0]). "independent": w' = w -
         learning_rate d' - weight_decay w, with a weight decay in [0, 1) that acts even when the
         learning rate is 0.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the buffer; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
@@ -201,7 +202,6 @@ def gradient_descent(
     descent.check(name, kinds.COUPLED_DECAY_RULES)
     checks.boolean(name, "nesterov", nesterov)
     buffer.check(name)
-    checks.shardings(name, "mesh_axes", mesh_axes)
     check_masks(name, full_precision=full_precision)
     coupled = weight_decay_rule == "coupled"
 

@@ -322,10 +322,10 @@ def lamb(
         uncorrected and, unlike the papers, also adds it to 1 - beta1^t; None for no correction.
       rule: "paper" as above, or "ivy": w' = w - learning_rate ratio delta, where weight decay only
         affects the norm, and no other `weight_decay_rule` is allowed.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded: a name,
-        a tuple of names, a PartitionSpec or None for all leaves, or a prefix tree of these. If some
-        leaves are replicated, see `lars`. Under `jit` you don't need it, because a sharded leaf is
-        treated as a whole.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole layers, as they always are under `jit`. If some leaves are replicated,
+        see `lars`.
       layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
         None, or a prefix tree of these. Each layer has its own norm and ratio.
       moment_dtype: dtype of the moments; None uses the parameter's dtype, but at least float32.

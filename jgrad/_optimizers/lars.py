@@ -283,12 +283,12 @@ def lars(
         epsilon, as in optax; or "ivy": ratio = trust_coefficient |w| / |g|, divided by weight_decay
         |w| where that is positive, and d = learning_rate ratio g. "ivy" allows no other
         `weight_decay_rule`.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded: a name,
-        a tuple of names, a PartitionSpec or None for all leaves, or a prefix tree of these. Under
-        `jit` you don't need it, because a sharded leaf is treated as a whole. If some leaves are
-        replicated, pass a tree: an axis named for a replicated leaf would count it once per device.
-        Only under `check_vma=True` can one entry serve all leaves, because the axes along which a
-        leaf does not vary are then left out.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole layers, as they always are under `jit`. If some leaves are replicated,
+        pass a tree: an axis named for a replicated leaf would count it once per device. Only under
+        `check_vma=True` can one entry serve all leaves, because the axes along which a leaf does
+        not vary are then left out.
       layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
         None, or a prefix tree of these. Each layer has its own norm and ratio.
       moment_dtype: dtype of the buffer; None uses the parameter's dtype, but at least float32.

@@ -17,15 +17,14 @@ from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
 from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
-from jgrad._trees import checks
 from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Mw,
     Number,
-    Shardings,
     Weights,
 )
 from jgrad._trees.explained import Transformation, explained
@@ -110,7 +109,6 @@ def _lion(
         descent.check(name)
     options.beta1.check(name)
     options.beta2.check(name)
-    checks.shardings(name, "mesh_axes", moments.mesh_axes)
     check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
@@ -131,7 +129,7 @@ def lion(
     weight_decay: Number = 0.0,
     weight_decay_mask: Mask | None = None,
     weight_decay_rule: DecayRule = "decoupled",
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -163,10 +161,11 @@ def lion(
         the weights that the step moves towards zero, as in `adam`. "independent": w' = w -
         learning_rate direction - weight_decay w, with a weight decay in [0, 1) that acts even when
         the learning rate is 0.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.
@@ -205,7 +204,7 @@ def scale_by_lion(
     *,
     beta1: Number = 0.9,
     beta2: Number = 0.99,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     moment_dtype: MomentDType = None,
     full_precision: Mask | None = None,
 ) -> Transformation[OptState]:
@@ -216,10 +215,11 @@ def scale_by_lion(
     Args:
       beta1: weight of the moment in the direction, in [0, 1), as in `lion`.
       beta2: decay rate of the moment, in [0, 1), as in `lion`.
-      mesh_axes: how leaves are sharded: a PartitionSpec, or a prefix tree of these. Only
-        stochastically rounded moments need it. Under `jit` on a mesh with automatic axes, it lets a
-        TPU update a sharded 8-bit leaf with one kernel (see `leaf_programs`). Inside `shard_map`,
-        it makes the random bits those of a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Stochastically rounded moments need
+        PartitionSpecs: inside `shard_map` for the random bits of a single device, and on a TPU,
+        under `jit` on a mesh with automatic axes, to update an 8-bit leaf with one kernel (see
+        `leaf_programs`).
       moment_dtype: dtype of the moment; None uses the parameter's dtype, but at least float32.
         "8bit" stores leaves with at least 4096 elements, and packed buffers that contain one (see
         `pack`), as `Blocks` of 256 elements. bfloat16 and 8-bit values are rounded stochastically.

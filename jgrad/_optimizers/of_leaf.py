@@ -186,7 +186,6 @@ def _check(
     descent.check(name)
     for number in numbers:
         number.check(name)
-    checks.shardings(name, "mesh_axes", moments.mesh_axes)
     check_masks(name, full_precision=moments.full_precision)
 
 

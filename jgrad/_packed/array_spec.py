@@ -14,8 +14,9 @@ from jgrad._packed.layouts import WIDTH, Layout, Shard, Span
 from jgrad._packed.packed_layers import PackedLayers
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.places import Place
+from jgrad._trees.places import axes_cut, shard_index
 from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.shardings import Placement
 
 
 class UnpackedSpec(ArraySpec):
@@ -37,15 +38,21 @@ class UnpackedSpec(ArraySpec):
     def layer_axes(
         self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:
-        first = per_leaf[self.positions[0]]
+        names = [layers.mesh_axes for layers in per_leaf]
         for i, span in zip(self.positions, self.spans, strict=True):
+            names[i] = mesh_axes.leaves[i].within(span.layers.stacked)
             if per_leaf[i].stacked not in ((), span.layers.stacked):
                 packed = f"the axes with which it was packed, {span.layers.stacked or None}"
                 layer_axes.fail(i, ValueError, f"{per_leaf[i].stacked}, expected {packed}")
-            if per_leaf[i].mesh_axes != first.mesh_axes:
-                expected = f"{first.mesh_axes}, as for the other leaves in its buffer"
-                mesh_axes.fail(i, ValueError, f"{per_leaf[i].mesh_axes}, expected {expected}")
-        return dataclasses.replace(self.spans[0].layers, mesh_axes=first.mesh_axes)
+        return dataclasses.replace(self.spans[0].layers, mesh_axes=self.mesh_axes(names, mesh_axes))
+
+    def mesh_axes(self, per_leaf: Sequence[tuple[str, ...]], arg: ArgLeaves) -> tuple[str, ...]:
+        first = per_leaf[self.positions[0]]
+        for i in self.positions:
+            if per_leaf[i] != first:
+                expected = f"{first}, as for the other leaves in its buffer"
+                arg.fail(i, ValueError, f"{per_leaf[i]}, expected {expected}")
+        return first
 
 
 class BufferSpec(UnpackedSpec):
@@ -92,23 +99,23 @@ class BufferSpec(UnpackedSpec):
         ]
         return join_leaves(self.spans, elements, self.shape[0])
 
-    def row_keys(self, keys: np.ndarray, place: Place | None) -> tuple[np.ndarray, np.ndarray]:
+    def row_keys(self, keys: np.ndarray, place: Placement | None) -> tuple[np.ndarray, np.ndarray]:
         """For each row the key of its leaf, and the number of its first element there."""
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
             first[span.first : span.first + span.num_blocks] = _first_elements(span)
         if place is not None:
             sizes = np.array([span.size for span in self.spans], np.uint32)[self._leaf_of_row]
-            first = first + place.index_of(0).astype(jnp.uint32) * sizes
+            first = first + shard_index(place, 0).astype(jnp.uint32) * sizes
         keys = keys[self._leaf_of_row]
         if self.shard is not None:
             keys, first = map(self.shard.slice, (keys, first))
         return keys, first
 
-    def counts(self, place: Place) -> bool:
+    def counts(self, place: Placement) -> bool:
         """The elements of each leaf have to follow each other."""
         in_order = all(span.layers.stacked[:1] in ((), (0,)) for span in self.spans)
-        return place.cut == [0] and in_order
+        return axes_cut(place) == [0] and in_order
 
     def mask_per_layer(self, mask: Sequence[bool]) -> bool | np.ndarray:
         values = [mask[i] for i in self.positions]
@@ -122,15 +129,16 @@ class BufferSpec(UnpackedSpec):
     def layer_axes(
         self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:
-        sharded_over = super().layer_axes(per_leaf, mesh_axes, layer_axes).mesh_axes
-        if self.shard is not None:
-            sharded_over = tuple(sorted({*sharded_over, *self.shard.axes}))
         return PackedLayers(
             self.local_shape,
-            mesh_axes=sharded_over,
+            mesh_axes=super().layer_axes(per_leaf, mesh_axes, layer_axes).mesh_axes,
             blocks=tuple(span.blocks_per_layer for span in self.spans for _ in span.first_rows),
             shard=self.shard,
         )
+
+    def mesh_axes(self, per_leaf: Sequence[tuple[str, ...]], arg: ArgLeaves) -> tuple[str, ...]:
+        names = super().mesh_axes(per_leaf, arg)
+        return names if self.shard is None else tuple(sorted({*names, *self.shard.axes}))
 
     @property
     def _leaf_of_row(self) -> np.ndarray:

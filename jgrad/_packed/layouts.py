@@ -24,7 +24,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from jgrad._layers import layer_axes as layer_axes_of
-from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists
+from jgrad._layers.layer_axes import LayerAxes, axis_exists
 from jgrad._quantized.blocks import SIZE
 from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import Count
@@ -377,8 +377,7 @@ def layout_of(
             arg.fail(i, TypeError, f"{checks.describe(x)}, {_EXPECTED}")
     axes = layer_axes_of.read_layer_axes(function, layer_axes)
     stacked = ArgLeaves.from_prefix(function, "layer_axes", axes, "tree", tree)
-    not_sharded = arg._replace(name="mesh_axes", leaves=[Axes()] * len(arg.leaves))
-    layers = layer_axes_of.of_leaves(not_sharded, stacked, arg)
+    layers = layer_axes_of.of_leaves(stacked, arg)
 
     spans: list[Span | None] = [None] * len(arg.leaves)
     packed: list[tuple[int, Span]] = []

@@ -171,7 +171,7 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
         ]
         return SoapFactors(*both, *both)
 
-    return tuple(map(of_run, matrix_axes.pieces(axes.in_shard_map.whole)))
+    return tuple(map(of_run, matrix_axes.pieces(axes.whole)))
 
 
 def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Leaf) -> Array:
@@ -186,7 +186,7 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, of: Leaf) -> Array:
     zeros = jnp.sum(numerics.zeros_like(x, of.dtype), axis=within)
     if zeros.shape != of.shape[:-2]:  # blocks are counted there as well
         zeros = jnp.sum(zeros)
-    gathered_over = axes.in_shard_map.gathered_over
+    gathered_over = axes.gathered_over
     if gathered_over:  # types then say, as after an update, that it is whole
         zeros = jax.lax.psum(zeros, gathered_over)
     while zeros.ndim < start.ndim:

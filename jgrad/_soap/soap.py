@@ -32,9 +32,9 @@ from jgrad._trees.annotations import (
     DecayRule,
     LearningRate,
     Mask,
+    MeshAxes,
     MomentDType,
     Number,
-    Shardings,
 )
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree
@@ -176,7 +176,7 @@ def _of_matrices(
 
     Of matrices alone are gradients, numbers and moments.
     """
-    sizes = [math.prod(of.in_shard_map.whole.shape) for of in old.axes]
+    sizes = [math.prod(of.whole.shape) for of in old.axes]
     pairs = zip(g, sizes, strict=True)
     g = leafwise.run([(leafwise.fixed(_bounded, size=size), (x,)) for x, size in pairs])
 
@@ -281,7 +281,7 @@ def soap(
     first_step: FirstStep = "skip",
     output_axes: ArrayAxes = LAST,
     split: ArrayAxes = None,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     layer_axes: ArrayAxes = None,
     shard_over: str | tuple[str, ...] | None = None,
     adam_learning_rate: LearningRate | None = None,
@@ -352,8 +352,10 @@ def soap(
         leaf are the rows.
       split: how to split fused leaves into separate matrices, as in `muon`. The state then has
         factors for each of them.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these, as
-        in `muon`. There each device holds the full factors of each of its matrices.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map`, matrices need
+        PartitionSpecs, as in `muon`, and each device holds the full factors of each of its
+        matrices.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan`, experts or
         heads: an int, a tuple of ints, None, or a prefix tree of these.
       shard_over: under `jit`, a mesh axis or a tuple of axes over which the power steps of bases of

@@ -63,9 +63,8 @@ Number: TypeAlias = LearningRate  # but not an array of several elements
 Mask: TypeAlias = bool | Prefix | Callable[[PyTree], PyTree]
 # Axes of arrays, or sizes along them: an int, a tuple of ints, None, or a prefix tree of these.
 ArrayAxes: TypeAlias = int | Prefix | None
-# How leaves are sharded; or only over which axes of a mesh.
-Shardings: TypeAlias = PartitionSpec | Prefix | None
-MeshAxes: TypeAlias = str | Shardings
+# How leaves are sharded, or only over which axes of a mesh.
+MeshAxes: TypeAlias = str | PartitionSpec | Prefix | None
 
 # How weight decay is applied; "coupled" if it may be part of the momentum.
 DecayRule: TypeAlias = Literal["decoupled", "cautious", "independent"]

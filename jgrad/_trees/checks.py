@@ -15,7 +15,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jgrad._trees import forms, trees
 from jgrad._trees.protocols import Leaf, PyTree
@@ -157,15 +156,6 @@ def in_short(x: Leaf) -> str:
     """`float32[3, 2]` for an array; the repr of what is none."""
     is_array = hasattr(x, "dtype") and hasattr(x, "shape")
     return f"{x.dtype}{list(x.shape)}" if is_array else repr(x)
-
-
-def shardings(function: str, name: str, tree: PyTree) -> None:
-    """A tree of PartitionSpecs, or None."""
-    arg = ArgLeaves.from_tree(function, name, tree)
-    for i, spec in enumerate(arg.leaves):
-        if spec is not None and not isinstance(spec, PartitionSpec):
-            expected = "None, or a PartitionSpec, which says which axes are sharded"
-            arg.fail(i, TypeError, f"{describe(spec)}, expected {expected}")
 
 
 def made_by_init(function: str, kind: type) -> str:

@@ -1,47 +1,54 @@
-"""How a leaf is sharded, as users say it."""
+"""What a device has of a leaf, from its `Placement`, for kernels and for random bits."""
 
+import dataclasses
+import itertools
 import math
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jgrad._trees.shardings import MeshAxesPerAxis, Placement
+
+WHOLE = Placement(())
 
 
-class Place(NamedTuple):
-    """How a leaf is sharded.
-
-    Attributes:
-      mesh: with the axes; None where the leaf is whole, or what is traced is a shard.
-      spec: an entry for each axis of the leaf.
-      is_shard: whether what is traced is a shard although there is a mesh: no kernel needs to know
-        it, but random bits do.
-    """
-
-    mesh: Any = None
-    spec: tuple[Any, ...] = ()
-    is_shard: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """The mesh axes over which the leaf is sharded."""
-        return [name for part in self.spec for name in _names(part)]
-
-    @property
-    def cut(self) -> list[int]:
-        """The axes of the leaf that are sharded."""
-        return [axis for axis, part in enumerate(self.spec) if _names(part)]
-
-    def shards(self, axis: int) -> int:
-        """Into how many parts an axis of the leaf is cut."""
-        return math.prod(self.mesh.shape[name] for name in _names(self.spec[axis]))
-
-    def index_of(self, axis: int) -> jax.Array:
-        """Which of these parts is here."""
-        index = jnp.zeros((), jnp.int32)
-        for name in _names(self.spec[axis]):
-            index = index * self.mesh.shape[name] + jax.lax.axis_index(name)
-        return index
+def is_shard(place: Placement) -> bool:
+    """Whether what is traced is a shard: kernels need not know it, but random bits do."""
+    if place.mesh is None:
+        return False
+    kinds = zip(place.mesh.axis_names, place.mesh.axis_types, strict=True)
+    return any(kind == AxisType.Manual and name in place.names for name, kind in kinds)
 
 
-def _names(part: Any) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+def partition_spec(mesh_axes: MeshAxesPerAxis | None) -> PartitionSpec:
+    """How an array is sharded, as JAX writes it; whole where nothing says it."""
+    return PartitionSpec(*(names or None for names in mesh_axes or ()))
+
+
+def axes_cut(place: Placement) -> list[int]:
+    """The axes of the leaf that are sharded."""
+    return [axis for axis, names in enumerate(place.per_axis or ()) if names]
+
+
+def shard_count(place: Placement, axis: int) -> int:
+    """Into how many parts an axis of the leaf is cut."""
+    return math.prod(place.mesh.shape[name] for name in _along(place, axis))
+
+
+def shard_index(place: Placement, axis: int) -> jax.Array:
+    """Which of these parts is here."""
+    index = jnp.zeros((), jnp.int32)
+    for name in _along(place, axis):
+        index = index * place.mesh.shape[name] + jax.lax.axis_index(name)
+    return index
+
+
+def whole_along(place: Placement, axis: int | None) -> Placement:
+    """That of one layer, which is whole along the axis of layers."""
+    rows = tuple(() if k == axis else names for k, names in enumerate(place.per_axis or ()))
+    return dataclasses.replace(place, per_axis=None if place.per_axis is None else rows)
+
+
+def _along(place: Placement, axis: int) -> tuple[str, ...]:
+    return next(itertools.islice(place.per_axis or (), axis, None), ())

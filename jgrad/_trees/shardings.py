@@ -6,18 +6,97 @@ there is a mesh. Inside `shard_map`, it may say along which axes an array varies
 works in each supported version of JAX.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jgrad._trees import checks, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf, PyTree
+
+# For each axis of an array the mesh axes over which it is sharded.
+MeshAxesPerAxis: TypeAlias = tuple[tuple[str, ...], ...]
 
 # JAX's name for the axis of a `pmap` without one. Private; checked in JAX 0.8 to 0.12.
 _WITHOUT_NAME = "_internal_pmap"
+
+
+# ---- as users say it ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where a leaf lies on a mesh, by the word of a user, or by its type.
+
+    Attributes:
+      per_axis: for each axis of the leaf the mesh axes that shard it; axes at the end may be left
+        out. None where nobody says which axis is sharded.
+      anywhere: mesh axes over which it is sharded, along an axis that nobody names.
+      mesh: the one with these axes, once a program is traced there.
+      is_for_all: whether one entry says it of all leaves, which types may overrule.
+    """
+
+    per_axis: MeshAxesPerAxis | None = None
+    anywhere: tuple[str, ...] = ()
+    mesh: Any = None
+    is_for_all: bool = False
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The mesh axes over which the leaf is sharded."""
+        return self.within(())
+
+    def within(self, stacked: Collection[int]) -> tuple[str, ...]:
+        """Those over which a layer is sharded, of those that a leaf stacks along some axes."""
+        if self.per_axis is None:
+            return self.anywhere
+        rows = (names for axis, names in enumerate(self.per_axis) if axis not in stacked)
+        return tuple(sorted(itertools.chain(*rows)))
+
+
+def read_mesh_axes(function: str, mesh_axes: PyTree) -> PyTree:
+    """A tree with a `Placement` for each entry of an option."""
+    if mesh_axes is None:
+        return Placement()
+    expected = "None, an axis name, a tuple of names, or a PartitionSpec"
+    tree = read_leaves(function, "mesh_axes", mesh_axes, _placement, expected)
+    return dataclasses.replace(tree, is_for_all=True) if isinstance(tree, Placement) else tree
+
+
+def _placement(x: PyTree) -> Placement | None:
+    if x is None or isinstance(x, Placement):  # one that was read already
+        return Placement() if x is None else x
+    if not isinstance(x, PartitionSpec):
+        names = x if type(x) is tuple else (x,)
+        return Placement(anywhere=names) if all(isinstance(name, str) for name in names) else None
+    per_axis = axes_of_spec(x)
+    is_named = all(isinstance(name, str) for name in itertools.chain(*per_axis))
+    return Placement(per_axis) if is_named else None
+
+
+def read_leaves(
+    function: str, name: str, tree: PyTree, read: Callable[[PyTree], Any], expected: str
+) -> PyTree:
+    """`tree` with each leaf as `read` understands it, which returns None for what is no leaf."""
+    if tree is None and (none := read(tree)) is not None:
+        return none
+    leaves, structure = jax.tree_util.tree_flatten_with_path(
+        trees.opened(tree), is_leaf=lambda x: x is None or read(x) is not None
+    )
+    entries = [read(x) for _, x in leaves]
+    if None in entries:
+        path, x = leaves[entries.index(None)]
+        if isinstance(x, jax.Array):
+            expected += f"; {checks.INJECTED}"
+        arg = ArgLeaves(function, name, [x], lambda: [jax.tree_util.keystr(path)])
+        arg.fail(0, TypeError, f"{checks.describe(x)}, expected {expected}")
+    return jax.tree.unflatten(structure, entries)
 
 
 # ---- explicit and automatic axes ---------------------------------------------------------------
@@ -40,13 +119,19 @@ def _is_automatic(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
-def axes_in_type(x: jax.Array) -> tuple[tuple[str, ...], ...] | None:
+def axes_in_type(x: jax.Array) -> MeshAxesPerAxis | None:
     """For each axis the mesh axes over which it is sharded, if the type of `x` says all of them."""
     sharding = jax.typeof(x).sharding
     kinds = sharding.mesh.axis_types
     if not kinds or any(kind != AxisType.Explicit for kind in kinds):
         return None
-    return tuple(() if p is None else p if isinstance(p, tuple) else (p,) for p in sharding.spec)
+    return axes_of_spec(sharding.spec)
+
+
+def axes_of_spec(spec: PartitionSpec) -> MeshAxesPerAxis:
+    """The names of mesh axes, as a tuple for each axis of an array."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+    return tuple(tuple(name for name in part if name is not None) for part in parts)
 
 
 def is_on_mesh(x: jax.Array) -> bool:

@@ -16,11 +16,11 @@ from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import IN_PARTS, refuse, telling, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -221,9 +221,10 @@ def accumulate(
       check_finite: False adds every gradient unchecked, which saves reading it once more.
       weighted: if True, each `update` needs `weight=`, a number or real scalar in [0, inf), which
         is stored in float32. Sums of weights saturate at 2^125.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which gradients are sharded, as
-        for `lars`, so that all devices leave out the same mini-batches. Weights are summed over
-        these axes, so pass each device the number of its own tokens, or the same number everywhere.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, all devices
+        then leave out the same mini-batches. Weights are summed over these axes, so pass each
+        device the number of its own tokens, or the same number everywhere.
       mean: False passes the sum of a window to `tx` instead of the mean. Where the sum overflows
         the dtype of the gradients, it saturates at the largest finite number.
 

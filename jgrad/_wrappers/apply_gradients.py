@@ -12,11 +12,11 @@ from jgrad._forms.places import places_by_option
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import arrays_of
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import trees
-from jgrad._trees.annotations import Params, Shardings, SomeState
+from jgrad._trees.annotations import MeshAxes, Params, SomeState
 from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import telling
 from jgrad._wrappers import inside
 
@@ -29,7 +29,7 @@ def apply_gradients(
     state: SomeState,
     params: Params,
     *,
-    mesh_axes: Shardings = None,
+    mesh_axes: MeshAxes = None,
     **extra_args: Any,
 ) -> tuple[Params, SomeState]:
     """Applies one step of `tx`, and returns the new parameters and the new state.
@@ -51,9 +51,10 @@ def apply_gradients(
       grads: gradients, a tree like the parameters.
       state: the state of `tx`.
       params: parameters.
-      mesh_axes: under `jit` on a mesh with automatic axes, the PartitionSpec of each leaf, or a
-        prefix tree of these. Inside `shard_map`, stochastic rounding needs it to use the same
-        random bits as on a single device.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Under `jit` on a mesh with automatic axes,
+        kernels need PartitionSpecs; inside `shard_map`, stochastic rounding does, to use the random
+        bits of a single device.
       extra_args: keyword arguments for `tx.update`.
 
     Returns:
@@ -72,7 +73,7 @@ def apply_gradients(
       (1, (64, 256))
     """
     tx = inside.transformation(_NAME, tx, may_be_offloaded=True)
-    read_mesh_axes(_NAME, mesh_axes, names=False)
+    read_mesh_axes(_NAME, mesh_axes)
 
     inputs = Inputs(_NAME, grads, arrays_of(params, grads))
     places = () if mesh_axes is None else places_by_option(inputs, mesh_axes)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
@@ -15,12 +16,13 @@ from jgrad._inputs.around import made_of, narrow
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import Axes, LayerAxes, as_typed, of_arrays, read_mesh_axes
+from jgrad._layers.layer_axes import LayerAxes, as_typed, in_shard_map
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import MeshAxes, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import note, over_shares, told
 from jgrad._wrappers import decisions
 
@@ -93,8 +95,9 @@ def clip_by_global_norm(
 
     Args:
       max_norm: the largest global norm, in [0, inf).
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lars`, so that the norm is that of whole leaves.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, the norm is
+        then that of whole leaves; if some are replicated, see `lars`.
       of: whether the norm of the "current" or of the "previous" step decides.
 
     Returns:
@@ -174,8 +177,9 @@ def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
 
     Args:
       tree: floating or complex leaves; None and arrays of other dtypes are ignored.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lars`, so that the norm is that of whole leaves.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, the norm is
+        then that of whole leaves; if some are replicated, see `lars`.
 
     Returns:
       A scalar in float32, or in float64 if a leaf is.
@@ -213,12 +217,11 @@ def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> lis
 
     A gradient may be the same on all devices where its parameter, if it is there, is not.
     """
-    function, arg = inputs.function, inputs.reference
-    sharded = inputs.option("mesh_axes", read_mesh_axes(function, mesh_axes))
-    stacked = sharded._replace(leaves=[Axes()] * len(sharded.leaves))
-    leaves = ArgLeaves.from_tree(function, arg.name, inputs.shapes).with_arrays()
-    layers = of_arrays(inputs.specs, sharded, stacked, leaves)
-    whole = (LayerAxes(axes.shape, mesh_axes=axes.mesh_axes) for axes in layers)
+    arg, sharded = inputs.reference, inputs.placements(mesh_axes)
+    here = in_shard_map(sharded, trees.flatten(inputs.shapes)[0])
+    names = [x.names for x in here.leaves]
+    pairs = zip(arg.leaves, inputs.specs, strict=True)
+    whole = (LayerAxes(np.shape(x), mesh_axes=spec.mesh_axes(names, here)) for x, spec in pairs)
     beside, structure = trees.flatten(params)
     fits = structure == trees.flatten(inputs.tree)[1]
     typed = leafwise.at(beside, inputs.rows) if fits else arg.leaves

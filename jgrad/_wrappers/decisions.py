@@ -17,7 +17,7 @@ from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._layers import array_spec
-from jgrad._layers.layer_axes import existing_mesh_axes, read_mesh_axes
+from jgrad._layers.layer_axes import all_names, in_shard_map
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.told import EVERY, over_shares, telling, told
@@ -103,14 +103,9 @@ def _stays_finite(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is sharded."""
-    named = inputs.option("mesh_axes", read_mesh_axes(inputs.function, mesh_axes))
-    return tuple(sorted({*existing_mesh_axes(named), *_axes_of_shards(inputs)}))
-
-
-def named_axes(function: str, mesh_axes: PyTree) -> set[str]:
-    """All mesh axes that the option names, whether they are here or not."""
-    axes = trees.flatten(read_mesh_axes(function, mesh_axes))[0]
-    return {name for x in axes for name in x.values}
+    leaves = trees.flatten(inputs.shapes)[0]
+    named = in_shard_map(inputs.placements(mesh_axes), leaves).leaves
+    return tuple(sorted({*_axes_of_shards(inputs)}.union(*(x.names for x in named))))
 
 
 def _axes_of_shards(inputs: Parameters) -> set[str]:
@@ -133,7 +128,7 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
     varying = _varying_axes(params)
     if not any(varying):
         return ()
-    named = named_axes(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
+    named = all_names(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
     return tuple(sorted(set.intersection(*varying) - named))
 
 

@@ -30,7 +30,7 @@ from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._layers.products import norms_and_products
 from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
@@ -38,7 +38,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.told import note, told
-from jgrad._wrappers import decisions, inside, watch
+from jgrad._wrappers import inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
 
 
@@ -225,9 +225,10 @@ def hyperball(
         from the parameters' `jax.ShapeDtypeStruct`s, such as `hidden_matrices()`. Required. None
         and integers are never chosen. A fused leaf, such as one that `muon(split=...)` splits, has
         a single norm.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the matrices of a leaf are
-        sharded, as for `lars`. Don't name axes over which whole layers or experts are sharded. Each
-        set of axes costs one all-reduce.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole matrices. Don't name axes over which whole layers or experts are
+        sharded; a PartitionSpec may have them. Each set of axes costs one all-reduce.
       layer_axes: axes along which a leaf stacks matrices, such as layers for `lax.scan` or experts,
         each with its own norm: an int, a tuple of ints, None, or a prefix tree of these.
       radius: the norms to keep, in (0, inf), instead of those at `init`: a number, a function of
@@ -271,7 +272,7 @@ def hyperball(
         checks.parameters(inputs.reference)
         chosen = _keeping(inputs, leaves)
         # Outside of `shard_map`, leaves are whole.
-        is_sharded = any(map(axis_exists, decisions.named_axes(_NAME, mesh_axes)))
+        is_sharded = any(map(axis_exists, all_names(_NAME, mesh_axes)))
         axes = layer_options.layers(inputs, mesh_axes if is_sharded else None, layer_axes)
         if radius is None:
             radii = _measured(inputs, axes, chosen)

@@ -13,7 +13,7 @@ from jgrad._kernels import leaf_step
 from jgrad._quantized.blocks import SIZE, Blocks
 from jgrad._quantized.geometry import in_rows
 from jgrad._trees import forms, variables
-from jgrad._trees.annotations import Shardings
+from jgrad._trees.annotations import MeshAxes
 from jgrad._trees.explained import AnyTransformation
 from jgrad._trees.protocols import PyTree
 from jgrad._trees.unpromised import Unpromised
@@ -28,7 +28,7 @@ _SAME_VALUE = ("copy", "copy_p", "device_put", "optimization_barrier", "sharding
 
 
 def leaf_programs(
-    tx: AnyTransformation, params: PyTree, *, mesh_axes: Shardings = None, **extra_args: Any
+    tx: AnyTransformation, params: PyTree, *, mesh_axes: MeshAxes = None, **extra_args: Any
 ) -> dict[str, str]:
     """Tells whether a TPU updates each 8-bit array with one kernel, and if not, why.
 

@@ -14,11 +14,11 @@ from jgrad._inputs import numbers
 from jgrad._inputs.around import made_of, origin
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
 from jgrad._wrappers.hand_over import RejectingInputs, Tried, beside_windows, rejected
@@ -95,8 +95,9 @@ def skip_nonfinite(
       tx: any transformation.
       loss_scale: initial scale of the loss, in [1, 2^125], such as 2**15; None for no loss scaling.
       growth_interval: number of finite steps after which the scale doubles, at least 1.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lars`, so that all devices skip the same steps.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, all devices
+        then skip the same steps.
       branch: True runs `tx` in a branch, as `optax.apply_if_finite` does, and checks no results. On
         accelerators, the branch has to wait for the decision.
       check_results: True also skips a step if an update is non-finite, or if parameters or state

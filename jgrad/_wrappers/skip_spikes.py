@@ -12,11 +12,11 @@ from jax.typing import ArrayLike
 
 from jgrad._inputs import numbers
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._trees import checks
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._trees.told import told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import computed_once
@@ -97,8 +97,9 @@ def skip_spikes(
       window: number of recent losses to compare with, at least 4.
       deviations: by how many spreads a loss may exceed the median, in [0, inf).
       restart: False never starts the window over.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which the batch or leaves are
-        sharded, as for `lars`. The mean of the loss over these decides, so that all devices skip
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, also name
+        those of the batch: the mean of the loss over all of them decides, so that all devices skip
         the same steps.
 
     Returns:

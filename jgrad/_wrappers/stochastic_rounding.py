@@ -17,15 +17,15 @@ from jgrad._forms.random_keys import element_keys
 from jgrad._inputs.around import Rest, Then, finishing, in_float32, made_of, rest as rest_of
 from jgrad._inputs.inputs import Finished
 from jgrad._inputs.transformation import counter, pair
-from jgrad._layers.layer_axes import read_mesh_axes
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys
 from jgrad._trees import checks, trees
-from jgrad._trees.annotations import Count, Inner, Shardings
+from jgrad._trees.annotations import Count, Inner, MeshAxes
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
+from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
@@ -64,7 +64,7 @@ class StochasticState(NamedTuple, Generic[Inner]):
 
 @explained
 def stochastic_rounding(
-    tx: AnyTransformation[Inner], *, seed: Count = 0, mesh_axes: Shardings = None
+    tx: AnyTransformation[Inner], *, seed: Count = 0, mesh_axes: MeshAxes = None
 ) -> Transformation[StochasticState[Inner]]:
     """Trains bfloat16 parameters without float32 copies, by rounding new weights stochastically.
 
@@ -96,10 +96,11 @@ def stochastic_rounding(
     Args:
       tx: any transformation. It gets bfloat16 gradients and parameters in float32.
       seed: an int of at least 0; it determines the random bits.
-      mesh_axes: inside `shard_map`, the PartitionSpec of each leaf, or a prefix tree of these. `tx`
-        uses it as well if it rounds moments stochastically. Without it, each device has its own
-        random bits for leaves that JAX knows to be sharded (`check_vma=True`), and those of the
-        first device for all others.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. PartitionSpecs make the random bits inside
+        `shard_map` those of a single device, also of moments in `tx`. With names in a tree, each
+        device has its own. Without either, that holds for leaves that JAX knows to be sharded
+        (`check_vma=True`); all others have the bits of the first device.
 
     Returns:
       A transformation with state `StochasticState(done, inner)`. `update` needs the parameters.
@@ -123,7 +124,7 @@ def stochastic_rounding(
     """
     tx = inside.transformation(_NAME, tx)
     checks.count(_NAME, "seed", seed, low=0)
-    read_mesh_axes(_NAME, mesh_axes, names=False)
+    read_mesh_axes(_NAME, mesh_axes)
 
     def init(params: PyTree) -> StochasticState:
         arg = ArgLeaves.from_tree(_NAME, "params", params).with_arrays()

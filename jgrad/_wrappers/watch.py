@@ -18,7 +18,7 @@ from jgrad._inputs import layer_options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
-from jgrad._layers.layer_axes import LayerAxes, axis_exists
+from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._trees import checks, leaf_names, shardings, trees
 from jgrad._trees.annotations import ArrayAxes, Count, Inner, MeshAxes
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -175,9 +175,10 @@ def watch(
         `accumulate` inside, use a multiple of its window, so that you measure calls that close it.
       layer_axes: axes along which a leaf stacks layers, as for `lamb`. Packed trees use those with
         which they were packed.
-      mesh_axes: inside `shard_map` or `pmap`, the mesh axes over which leaves are sharded, as for
-        `lamb`. For reports from inside `tx`, these have to be all the axes that `tx` needs, unless
-        `init` also runs inside.
+      mesh_axes: how leaves are sharded: a PartitionSpec, the name of a mesh axis, a tuple of names,
+        or None; or a prefix tree or `by_path` of these. Inside `shard_map` and `pmap`, norms are
+        then those of whole layers. For reports from inside `tx`, these have to be all the axes that
+        `tx` needs, unless `init` also runs inside.
 
     Returns:
       A transformation with state `WatchState(report, inner)`, whose structure is fixed by `init`.
@@ -394,7 +395,7 @@ def _form(
     f: Callable[..., Measured], mesh_axes: PyTree, *args: PyTree
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of `f(*args)`; on one device along the mesh axes that do not exist here."""
-    names = [x for x in sorted(decisions.named_axes(_NAME, mesh_axes)) if not axis_exists(x)]
+    names = [x for x in sorted(all_names(_NAME, mesh_axes)) if not axis_exists(x)]
     for name in names:
         f = jax.vmap(f, in_axes=None, axis_name=name, axis_size=1)
     return {

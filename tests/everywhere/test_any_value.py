@@ -224,8 +224,8 @@ EMPTY = [
     (f"adam: `learning_rate` does not have the structure of `params`: {ONLY}.", jgrad.adam({})),
     (f"adam: `weight_decay_mask` does not have the structure of `params`: {ONLY}.",
      jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=lambda shapes: {})),
-    ("adafactor: `mesh_axes` does not have the structure of `params`: `mesh_axes` has a tuple where "
-     "`params` has a dict.", jgrad.adafactor(0.1, mesh_axes=())),
+    ("adafactor: `mesh_axes` does not have the structure of `params`: `mesh_axes` has a list where "
+     "`params` has a dict.", jgrad.adafactor(0.1, mesh_axes=[])),
     (f"watch: `layer_axes` does not have the structure of `params`: {ONLY}.",
      jgrad.watch(ADAM, layer_axes={})),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 
 import jgrad
 from jgrad._kernels import platforms, tpu
-from jgrad._trees.places import Place
+from jgrad._trees.places import WHOLE
 from tests.support.compilations import compilations
 from tests.support.kernels import ADAM, MOMENTUM, normal, plain, steps, with_update
 from tests.support.loops import assert_equal, stack
@@ -32,7 +32,7 @@ def kernels(tx, w, step=jgrad.apply_gradients):
     leaves = [x for x in equations if x.primitive.name == "jgrad_leaf_step"]
     found = []
     for leaf in leaves:
-        run = functools.partial(tpu.run, leaf.params["step"], place=Place(), interpret=True)
+        run = functools.partial(tpu.run, leaf.params["step"], place=WHOLE, interpret=True)
         inner = jax.make_jaxpr(lambda *xs, run=run: run(xs))(*(x.aval for x in leaf.invars))
         found += [x for x in inner.jaxpr.eqns if x.primitive.name == "pallas_call"]
     return found

@@ -261,9 +261,9 @@ def of_leaves(w=ONE, rows=ONE, stack=ONE):
 
 @pytest.mark.slow
 def test_answers_on_meshes():
-    unknown = "XLA: nothing says how it is sharded; `mesh_axes` does"
+    unknown = "XLA: nothing says how it is sharded; a PartitionSpec as `mesh_axes` does"
     cut = "XLA: its shards along axis 1 have no whole blocks of 256"
     assert answers(SPECS) == answers(kind=AxisType.Explicit) == of_leaves()
-    assert answers() == of_leaves(unknown, unknown, unknown)
+    assert answers() == answers("x") == of_leaves(unknown, unknown, unknown)
     assert answers({**SPECS, "rows": None}) == of_leaves(rows=unknown)
     assert answers(CUT_BLOCKS, specs=CUT_BLOCKS) == of_leaves(rows=cut)

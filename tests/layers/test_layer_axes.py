@@ -1,39 +1,52 @@
 """What `mesh_axes` and `layer_axes` may be, and what is said of what they may not be."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes, read_mesh_axes
+from jgrad._layers.layer_axes import Axes, LayerAxes, read_layer_axes
+from jgrad._trees.places import partition_spec
+from jgrad._trees.shardings import Placement, read_mesh_axes
 from tests.support import messages
 
 W = {"a": jnp.ones((4, 3)), "b": [jnp.ones(3), jnp.ones(())]}
 
 
-ONE_FOR_ALL = Axes(is_for_all=True)  # types may overrule it, and no entry of a tree
+def of_all(per_axis=None, anywhere=()):
+    """Which types may overrule, and no entry of a tree."""
+    return Placement(per_axis, anywhere, is_for_all=True)
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, ONE_FOR_ALL),
-        ("data", dataclasses.replace(ONE_FOR_ALL, values=("data",))),
-        (("data", "model"), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
-        ((), ONE_FOR_ALL),
-        (P(), ONE_FOR_ALL),
-        (P("data", None), dataclasses.replace(ONE_FOR_ALL, values=("data",))),
-        (P(None, ("model", "data")), dataclasses.replace(ONE_FOR_ALL, values=("data", "model"))),
-        ({"a": "data", "b": None}, {"a": Axes(("data",)), "b": Axes()}),
-        ({"a": P("x"), "b": [None, "y"]}, {"a": Axes(("x",)), "b": [Axes(), Axes(("y",))]}),
+        (None, Placement()),
+        ("data", of_all(anywhere=("data",))),
+        (("data", "model"), of_all(anywhere=("data", "model"))),
+        ((), of_all()),
+        (P(), of_all(())),
+        (P("data", None), of_all((("data",), ()))),
+        (P(None, ("model", "data")), of_all(((), ("model", "data")))),
+        ({"a": "data", "b": None}, {"a": Placement(anywhere=("data",)), "b": Placement()}),
+        (
+            {"a": P("x"), "b": [None, "y"]},
+            {"a": Placement((("x",),)), "b": [Placement(), Placement(anywhere=("y",))]},
+        ),
     ],
 )
 def test_names(given, expected):
     assert read_mesh_axes("f", given) == expected
+
+
+def test_names_of_a_placement():
+    """All of them, in an order that does not depend on how they are said; those of one layer."""
+    place = Placement((("model", "data"), (), ("pod",)))
+    assert place.names == ("data", "model", "pod")
+    assert place.within((0,)) == ("pod",)
+    assert partition_spec(place.per_axis) == P(("model", "data"), None, "pod")
+    assert Placement(anywhere=("model", "data")).within((0,)) == ("model", "data")
 
 
 @pytest.mark.parametrize(
@@ -61,23 +74,6 @@ def test_layers():
 def lamb(w, **options):
     tx = jgrad.lamb(0.1, **options)
     return tx.update(w, tx.init(w), w)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda **axes: jgrad.lars(0.1, **axes).update(W, jgrad.lars(0.1).init(W), W),
-        lambda **axes: lamb(W, **axes),
-        lambda **axes: jgrad.scale_by_trust_ratio(**axes).update(W, optax.EmptyState(), W),
-        lambda **axes: jgrad.lars_update(W, W, 0.1, **axes),
-        lambda **axes: jgrad.lamb_update(W, W, 0.1, W, W, 1, **axes),
-        lambda **axes: jgrad.global_norm(W, **axes),
-    ],
-    ids=["lars", "lamb", "scale_by_trust_ratio", "lars_update", "lamb_update", "global_norm"],
-)
-def test_an_axis_that_is_not_there(call):
-    with pytest.raises(ValueError, match=r"`mesh_axes` at .*: no axis 'data' here"):
-        call(mesh_axes={"a": "data", "b": None})
 
 
 def test_axes_of_a_functional_update_are_static():

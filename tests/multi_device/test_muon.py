@@ -367,8 +367,8 @@ def test_pmap_without_a_spec():
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
-        (TypeError, "'data' of type str, expected None, or a PartitionSpec, which says which axes are sharded.",
-         lambda: muon(mesh_axes="data")),
+        (TypeError, "3 of type int, expected None, an axis name, a tuple of names, or a PartitionSpec.",
+         lambda: muon(mesh_axes=3)),
         (ValueError, "at ['down'][0]: 3 entries, expected at most 2, one for each axis of shape (64, 8).",
          lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0))),
     ],

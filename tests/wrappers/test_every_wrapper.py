@@ -413,12 +413,3 @@ def test_an_eager_call_compiles_nothing_anew(wrap):
 
     compilations(call, 1.0, 2.0, float("nan"), 3.0, 4.0)  # as many as there is to compile
     assert compilations(call, 5.0, 6.0, float("nan"), 7.0) == 0
-
-
-@pytest.mark.parametrize("call", [lambda **axes: jgrad.accumulate(optax.identity(), 2, **axes),
-    lambda **axes: jgrad.skip_nonfinite(optax.identity(), **axes),
-    lambda **axes: jgrad.clip_by_global_norm(1.0, **axes)], ids=["accumulate", "skip", "clip"])  # fmt: skip
-def test_an_axis_that_is_not_there(call):
-    tx = call(mesh_axes="data")
-    with pytest.raises(ValueError, match=r"`mesh_axes`: no axis 'data' here"):
-        tx.update(X, tx.init(X))

@@ -14,7 +14,6 @@ from tests.wrappers.test_hand_over import counting
 X, SGD, ADAM, LAMB = jnp.ones(3), jgrad.gradient_descent(0.1), jgrad.adam(0.1), jgrad.lamb(0.1)
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": X}}
 HALF = jax.tree.map(jnp.bfloat16, W)
-AXES = "expected None, an axis name, a tuple of names, or a PartitionSpec."
 NUMBERS_ONLY = (
     "expected an array of numbers; put None in the place of other leaves, as `eqx.filter(model, "
     "eqx.is_inexact_array)` does."
@@ -43,9 +42,6 @@ def test_each_wrapper(wrapper):
         for value, came in ((3, "3 of type int"), (None, "None")):
             message = f"`tx`: {came}, expected a transformation with `init` and `update`."
             says(TypeError, message, lambda value=value: wrapper.around(value))
-    if wrapper.shares:
-        message = f"`mesh_axes`: 3 of type int, {AXES}"
-        says(TypeError, message, lambda: wrapper.around(ADAM, mesh_axes=3))
     if name in ("clip_by_global_norm", "offload"):
         name = "adam"
     message = "`updates` does not match `params` at ['layer_3']['b']: shape (3, 1), expected (3,)."

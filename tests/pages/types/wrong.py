@@ -53,7 +53,6 @@ jgrad.hyperball(tx, 0.1, leaves=True, radius="1")  # error
 
 # Axes and choices of leaves.
 jgrad.adam(1e-3, mesh_axes=3.5)  # error
-jgrad.adam(1e-3, mesh_axes="data")  # error
 jgrad.lamb(1e-3, mesh_axes=3)  # error
 jgrad.lamb(1e-3, layer_axes="0")  # error
 jgrad.lars_update(w, w, 0.1, layer_axes="0")  # error
