@@ -368,13 +368,6 @@ class MeasuredBatch(NamedTuple):
         return _mixed(total, rescaled(self.calls, self.layers, unit), unit)
 
 
-def batches_of(
-    layers: Sequence[LayerAxes], calls: Sequence[Call], sums: Sequence[jax.Array]
-) -> list[MeasuredBatch]:
-    columns = zip(*(in_batches(layers, x) for x in (calls, layers, sums)), strict=True)
-    return [MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns]
-
-
 @jit_static_kwargs
 def _norms(
     arrays: list[jax.Array],
@@ -391,7 +384,11 @@ def _norms(
     batches: list[MeasuredBatch] = []
     for start in range(0, len(calls), len(layers)):
         group = slice(start, start + len(layers))
-        batches += batches_of(layers, measured[group], plain[group])
+        items = measured[group], layers, plain[group]
+        columns = zip(*[in_batches(layers, x) for x in items], strict=True)
+        batches += [
+            MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns
+        ]
     norms = jax.lax.cond(
         any_unusual(batches),
         lambda: [batch.rescaled() for batch in batches],

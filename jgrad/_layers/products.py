@@ -17,7 +17,12 @@ def _plain_sums(
     arrays: Sequence[jax.Array], layers: Sequence[LayerAxes]
 ) -> list[norms.MeasuredBatch]:
     calls: list[Call] = [(leafwise.identity, (x,)) for x in arrays]
-    return norms.batches_of(layers, calls, leafwise.run(list(map(norms.of_call, calls, layers))))
+    sums = leafwise.run(list(map(norms.of_call, calls, layers)))
+    columns = zip(*(norms.in_batches(layers, x) for x in (calls, layers, sums)), strict=True)
+    return [
+        norms.MeasuredBatch(x, axes, norms.concatenate(y), norms.SquareRange.of(y))
+        for x, axes, y in columns
+    ]
 
 
 class Pair(NamedTuple):
