@@ -12,10 +12,10 @@ LIMITS = {
     "adam, decay, 8 bits of small leaves": (111, 17),
     "adam, decay, 8 bits": (184, 29),
     "lamb, decay": (184, 23),
-    "muon, decay": (209, 26),
-    "adam_update": (88, 14),
-    "skip(clip, adam, decay)": (218, 26),
-    "carry_over, adam to skip(clip, adam)": (132, 26),
+    "muon, decay": (207, 26),
+    "adam_update": (87, 13),
+    "skip(clip, adam, decay)": (215, 26),
+    "carry_over, adam to skip(clip, adam)": (130, 26),
 }
 
 

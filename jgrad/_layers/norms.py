@@ -190,13 +190,17 @@ class ScaledNorm(NamedTuple):
         self, largest: Callable[..., jax.Array], total: Callable[..., jax.Array]
     ) -> "ScaledNorm":
         """The root of the sum of the squares of norms, by a maximum and a sum over them."""
+        norms, top, scale = self.aligned(largest)
+        return ScaledNorm(top * numerics.safe_sqrt(total(jnp.square(norms / top))), scale)
+
+    def aligned(self, largest: Callable[..., jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Mantissas in the largest scale, what they are divided by next, and the scale."""
         scales = jax.lax.stop_gradient(self.scale)
         scale = largest(scales)
         norms = self.mantissa * (scales / scale)
         # Mantissas are below the root of the largest number, so their reciprocals do not overflow.
         top = largest(jax.lax.stop_gradient(norms))
-        top = jnp.where((top == 0) | (top == jnp.inf), jnp.ones_like(top), top)
-        return ScaledNorm(top * numerics.safe_sqrt(total(jnp.square(norms / top))), scale)
+        return norms, jnp.where((top == 0) | (top == jnp.inf), jnp.ones_like(top), top), scale
 
 
 def layer_norms(
@@ -340,7 +344,7 @@ def split(
     ]
 
 
-class _Batch(NamedTuple):
+class MeasuredBatch(NamedTuple):
     """A batch of layers, whose norms are measured.
 
     Attributes:
@@ -373,24 +377,22 @@ def _norms(
     scale_free: bool,
 ) -> list[list[jax.Array]]:
     """The norms of each group of calls, which name positions in the list of arrays."""
-    arrays = _alike(arrays)
+    arrays = alike(arrays)
     measured = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
     count = len(calls) // len(layers)
     plain = leafwise.run(list(map(of_call, measured, layers * count)))
-    batches: list[_Batch] = []
+    batches: list[MeasuredBatch] = []
     for start in range(0, len(calls), len(layers)):
         group = slice(start, start + len(layers))
-        columns = zip(
-            in_batches(layers, measured[group]),
-            in_batches(layers, layers),
-            in_batches(layers, plain[group]),
-            strict=True,
-        )
-        batches += [_Batch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns]
+        items = measured[group], layers, plain[group]
+        columns = zip(*[in_batches(layers, x) for x in items], strict=True)
+        batches += [
+            MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns
+        ]
     norms = jax.lax.cond(
-        _any_unusual(batches),
+        any_unusual(batches),
         lambda: [batch.rescaled() for batch in batches],
-        lambda: [_plain(batch.total) for batch in batches],
+        lambda: [plain_norm(batch.total) for batch in batches],
     )
     mesh_axes = [batch.layers[0].mesh_axes for batch in batches]
     whole = [
@@ -409,7 +411,7 @@ def _norms(
 @jit_static_kwargs
 def _norm_of_all(arrays: list[jax.Array], *, layers: tuple[LayerAxes, ...]) -> ScaledNorm:
     """One norm, as vectors with one entry, of arrays of one precision."""
-    arrays = _alike(arrays)
+    arrays = alike(arrays)
 
     def total(scale: jax.Array | None) -> jax.Array:
         calls = []
@@ -429,18 +431,18 @@ def _norm_of_all(arrays: list[jax.Array], *, layers: tuple[LayerAxes, ...]) -> S
         return ScaledNorm(numerics.safe_sqrt(total(1 / unit)), unit)
 
     unusual = jnp.any((plain < limits.small) | (plain == jnp.inf))
-    return jax.lax.cond(unusual, rescaled, lambda: _plain(plain))
+    return jax.lax.cond(unusual, rescaled, lambda: plain_norm(plain))
 
 
-def _alike(arguments: T) -> T:
+def alike(arguments: T) -> T:
     """Arrays that all vary as a condition on some of them: under `vmap` it chooses among them."""
     alike: T = varying_over(arguments, varying_axes(*jax.tree.leaves(arguments)))
     return alike
 
 
-def _any_unusual(batches: Sequence[_Batch]) -> jax.Array:
+def any_unusual(batches: Sequence[MeasuredBatch]) -> jax.Array:
     """Whether some sum is not a normal number."""
-    together: dict[int, list[_Batch]] = {}  # all whole sums, and each other on its own
+    together: dict[int, list[MeasuredBatch]] = {}  # all whole sums, and each other on its own
     for i, batch in enumerate(batches):
         key = i if _may_be_sharded(batch.layers[0]) else -1
         together.setdefault(key, []).append(batch)
@@ -460,7 +462,7 @@ def _nonempty(layers: Sequence[LayerAxes]) -> ArrayLike:
 
 
 @jit_static_kwargs
-def _plain(total: jax.Array) -> ScaledNorm:
+def plain_norm(total: jax.Array) -> ScaledNorm:
     return ScaledNorm(numerics.safe_sqrt(total), jnp.ones_like(total))
 
 

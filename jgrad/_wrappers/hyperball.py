@@ -4,10 +4,9 @@ With r the norm that a layer keeps, u the direction and eta the learning rate,
 
     w' = r n / |n|,  n = w + a u,  a = eta r / |u|
 
-is computed as w' - w = (s - 1) w + s a u with s = r / |n|. The three sums |w|^2, <w, u> and |u|^2
-give d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), without
-cancellation; and a norm that has drifted from r comes back. Sums are scaled by powers of two, so
-that they neither overflow nor vanish.
+is computed as w' - w = (s - 1) w + s a u with s = r / |n|. The norms |w| and |u| and <w, u> give
+d = (|n|^2 - r^2) / r^2, and s - 1 = -d / (sqrt(1 + d) (1 + sqrt(1 + d))), without cancellation;
+and a norm that has drifted from r comes back. `_layers/products.py` has them at every scale.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -25,53 +24,22 @@ import optax
 from jax.typing import ArrayLike
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import kinds, layer_options, numbers, options
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
+from jgrad._layers.products import norms_and_products
 from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes, Inner, LearningRate, Mask, MeshAxes, Prefix, Scalar
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
-from jgrad._trees.shardings import varying_axes, varying_over
 from jgrad._trees.told import note, told
 from jgrad._wrappers import inside, watch
 from jgrad._wrappers.hand_over import WrapperInputs
-
-# Norms from 2^-40 to 2^40 are computed unscaled, smaller ones in the first of these units and
-# larger ones in the last, so that squares of the smallest normal float32, and sums of 2^40 squares
-# of the largest, are normal numbers. And if |w|^2 overflows in the unit of the radius, |w| is at
-# least 2^24 times as large, as `_factors` requires. These are exponents for float32; those for
-# float64 are eight times as large.
-_LOW, _HIGH = -40, 40
-_UNITS = (-76, 0, 86)
-
-Factor = jax.Array | None  # by which an array is multiplied, layer by layer; None for 1
-
-
-class _Sums(NamedTuple):
-    """Of a batch of layers, an entry per layer.
-
-    Attributes:
-      ww: |w|^2, in the square of the unit of the radius.
-      wu: <w, u>, in the units of both.
-      uu: |u|^2, in the square of the unit of u.
-      unit: that of u.
-    """
-
-    ww: jax.Array
-    wu: jax.Array
-    uu: jax.Array
-    unit: jax.Array
-
-    @classmethod
-    def of(cls, stacked: jax.Array, unit: jax.Array) -> _Sums:
-        """From all three in one array."""
-        return cls(stacked[0], stacked[1], stacked[2], unit)
 
 
 def steps_on_sphere(
@@ -117,11 +85,14 @@ def _steps_alike(
     """What is added to arrays with the same precision, which vary alike and all have radii."""
     real = numerics.real_dtype(w[0], u[0])
     radius = list(map(norms.concatenate, norms.in_batches(layers, [r.astype(real) for r in radii])))
-    arrays = list(zip(w, u, strict=True))
-    batches = _over_devices(layers, _all_sums(arrays, radius, layers=tuple(layers)))
+    if real == jnp.float64:
+        w, u = ([numerics.widen(x, real) for x in arrays] for arrays in (w, u))
+    batches = norms_and_products(list(w), list(u), layers=tuple(layers))
     factors = [
-        _factors(*batch, _unit(r), r, rate)
-        for batch, r, rate in zip(batches, radius, norms.join(layers, rates), strict=True)
+        _factors(*of_w, *of_u, product, r, rate)
+        for (of_w, of_u, product), r, rate in zip(
+            batches, radius, norms.join(layers, rates), strict=True
+        )
     ]
     per_factor = [norms.split(layers, vectors) for vectors in zip(*factors, strict=True)]
     return leafwise.run([(_moved, args) for args in zip(w, u, *per_factor, strict=True)])
@@ -135,165 +106,38 @@ def _moved(w: jax.Array, u: jax.Array, shrink: jax.Array, *factors: jax.Array) -
 
 @on_leaf(arrays=2)
 def _factors(
-    ww: jax.Array,
-    wu: jax.Array,
-    uu: jax.Array,
-    unit_of_u: jax.Array,
-    unit: jax.Array,
+    w_norm: jax.Array,
+    w_scale: jax.Array,
+    u_norm: jax.Array,
+    u_scale: jax.Array,
+    product: jax.Array,
     radius: jax.Array,
     rate: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """s - 1, and the factors of u, layer by layer, from the sums."""
+    """s - 1, and the factors of u, layer by layer, from norms and products in their scales."""
     is_kept = radius > 0
     # Where no norm is kept, a number with finite derivatives, which are then multiplied by 0.
-    r = jnp.where(is_kept, radius / unit, jnp.ones_like(radius))
+    r = jnp.where(is_kept, radius, jnp.ones_like(radius))
     # Bounds that only affect rounding, and prevent overflow: if |w| is 2 / eps times the radius, a
     # sum with w rounds new weights to zeros, and with a rate that is the square of this, only the
-    # direction of u is left. By a power of four, s - 1 is -1.
-    info = jnp.finfo(ww.dtype)
-    far = 4 / float(info.eps) ** 2
-    rate = jnp.minimum(rate, far)
-    old, excess = (jnp.minimum(x / (r * r), far) for x in (ww, ww - r * r))
-    wu = jnp.where(old == far, jnp.zeros_like(wu), wu)  # it may not be finite
-    along = numerics.safe_divide(rate, numerics.safe_sqrt(uu))  # 0 without a direction
-    moved = 2 * along * (wu / r) + rate * rate
+    # direction of u is left. By a power of two, s - 1 is -1.
+    info = jnp.finfo(w_norm.dtype)
+    far = 2 / float(info.eps)
+    rate = jnp.minimum(rate, far**2)
+    w_value = norms.ScaledNorm(w_norm, w_scale).value()
+    old = jnp.minimum(w_value / r, far)
+    excess = jnp.minimum((w_value - r) / r, far) * (old + 1)
+    cosine = numerics.safe_divide(numerics.safe_divide(product, w_norm), u_norm)
+    moved = 2 * rate * old * cosine + rate * rate
     d = excess + moved
     # 1 + d, in which small weights and a small rate are not lost beside 1. A new weight that
     # vanishes has no direction: below this bound, it would be rounding noise.
-    norm = jnp.sqrt(jnp.maximum(old + moved, info.eps * (old + rate * rate) + info.tiny))
-    shrink = jnp.where(is_kept & (uu != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
-    factors = (1 / unit_of_u, along / norm, radius)
+    squares = old * old
+    norm = jnp.sqrt(jnp.maximum(squares + moved, info.eps * (squares + rate * rate) + info.tiny))
+    shrink = jnp.where(is_kept & (u_norm != 0), -d / (norm * (1 + norm)), jnp.zeros_like(d))
+    along = numerics.safe_divide(rate, u_norm)  # 0 without a direction
+    factors = (1 / u_scale, along / norm, radius)
     return shrink, *(jnp.where(is_kept, x, jnp.ones_like(d)) for x in factors)
-
-
-# ---- the sums ----------------------------------------------------------------------------------
-
-
-@jit_static_kwargs
-def _all_sums(
-    arrays: list[tuple[jax.Array, jax.Array]],
-    radius: list[jax.Array],
-    *,
-    layers: tuple[LayerAxes, ...],
-) -> list[_Sums]:
-    """The sums of each batch on this device; `arrays` has w and u."""
-
-    def products(factors: Iterable[tuple[Factor, Factor]]) -> list[jax.Array]:
-        calls: list[Call] = [
-            (_products_of(axes), (*both, *by))
-            for axes, both, by in zip(layers, arrays, factors, strict=True)
-        ]
-        return [jax.lax.concatenate(x, 1) for x in norms.in_batches(layers, leafwise.run(calls))]
-
-    # Norms of whole layers, beside parts of them.
-    arrays, radius = varying_over((arrays, radius), varying_axes(*jax.tree.leaves(arrays)))
-    plain = products([(None, None)] * len(arrays))
-    units = [(_unit(r), _unit(x[2], squared=True)) for r, x in zip(radius, plain, strict=True)]
-    unusual = []
-    for (unit_w, unit_u), r, batch in zip(
-        units, radius, norms.in_batches(layers, layers), strict=True
-    ):
-        nonempty = jnp.concatenate([axes.nonempty for axes in batch])
-        unusual.append(jnp.any(((unit_w != 1) | (unit_u != 1)) & (r > 0) & nonempty))
-
-    def rescaled() -> list[_Sums]:
-        # On GPUs, XLA computes both branches at each step, unless one has such a barrier.
-        unit_w, unit_u = zip(*map(jax.lax.optimization_barrier, units), strict=True)
-        factors = (
-            norms.split(layers, [1 / x for x in unit], as_elements=False)
-            for unit in (unit_w, unit_u)
-        )
-        return list(map(_Sums.of, products(zip(*factors, strict=True)), unit_u))
-
-    def as_they_are() -> list[_Sums]:
-        return [
-            _Sums.of(x, jnp.ones_like(unit_u)) for x, (_, unit_u) in zip(plain, units, strict=True)
-        ]
-
-    return jax.lax.cond(jnp.any(jnp.stack(unusual)), rescaled, as_they_are)
-
-
-@functools.cache  # one function object for each place of layers, so that JAX's caches find it again
-def _products_of(layers: LayerAxes) -> Function:
-    """(w, u, by_w, by_u) -> |w|^2, <w, u> and |u|^2 of each layer, with w and u scaled first."""
-
-    @jit_static_kwargs
-    def products(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
-        real = numerics.real_dtype(w, u)
-        if by_w is not None:
-            w, u = norms.opaque((w, u))
-
-        def wide(x: jax.Array, by: Factor) -> jax.Array:
-            x = numerics.widen(x, real)
-            return x if by is None else numerics.scaled(x, by)
-
-        def ww(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
-            return numerics.abs_squared(wide(w, by_w))
-
-        def wu(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
-            x, y = wide(w, by_w), wide(u, by_u)
-            return x.real * y.real + x.imag * y.imag if jnp.iscomplexobj(x) else x * y
-
-        def uu(w: jax.Array, u: jax.Array, by_w: Factor, by_u: Factor) -> jax.Array:
-            return numerics.abs_squared(wide(u, by_u))
-
-        by = [None if x is None else layers.to_elements(x) for x in (by_w, by_u)]
-        return jnp.stack([layers.sum(f, (w, u, *by)) for f in (ww, wu, uu)])
-
-    return products
-
-
-def _times(like: jax.Array) -> int:
-    """How large its exponents are, in those of float32."""
-    return int(jnp.finfo(like.dtype).maxexp) // 128
-
-
-def _unit(norm: jax.Array, *, squared: bool = False) -> jax.Array:
-    """That in which layers of such norms are measured, or of norms with such squares."""
-    x, times = jax.lax.stop_gradient(norm), _times(norm)
-    small, plain, large = (jnp.full_like(x, 2.0 ** (times * power)) for power in _UNITS)
-    low, high = (2.0 ** (times * power * (1 + squared)) for power in (_LOW, _HIGH))
-    return jnp.where(x < low, small, jnp.where(x > high, large, plain))
-
-
-def _over_devices(layers: Sequence[LayerAxes], batches: list[_Sums]) -> list[_Sums]:
-    """Sums over whole layers, from those over their shards: one all-reduce for each set of axes.
-
-    A device may have other units than the next. So the sums of each unit are added apart.
-    """
-    groups: dict[tuple[tuple[str, ...], np.dtype], list[int]] = {}
-    for i, axes in enumerate(norms.in_batches(layers, layers)):
-        if mesh_axes := axes[0].mesh_axes:
-            groups.setdefault((mesh_axes, batches[i].uu.dtype), []).append(i)
-    results = list(batches)
-    for (mesh_axes, _), members in groups.items():
-        columns = jax.lax.concatenate([_by_unit(batches[i]) for i in members], 1)
-        sizes = [batches[i].uu.size for i in members]
-        whole = jax.lax.split(jax.lax.psum(columns, mesh_axes), sizes, axis=1)
-        for i, part in zip(members, whole, strict=True):
-            results[i] = _joined(part)
-    return results
-
-
-def _units_of(like: jax.Array) -> jax.Array:
-    """All units, as a column."""
-    return jnp.asarray([[2.0 ** (_times(like) * power)] for power in _UNITS], like.dtype)
-
-
-def _by_unit(x: _Sums) -> jax.Array:
-    """A row of |w|^2, and for each unit one of <w, u> and one of |u|^2."""
-    is_unit = x.unit[None] == _units_of(x.unit)
-    wu, uu = (jnp.where(is_unit, y[None], jnp.zeros_like(y)[None]) for y in (x.wu, x.uu))
-    return jax.lax.concatenate([x.ww[None], wu, uu], 0)
-
-
-def _joined(by_unit: jax.Array) -> _Sums:
-    """In the largest unit in which something was measured."""
-    ww, wu, uu = jax.lax.split(by_unit, (1, len(_UNITS), len(_UNITS)))
-    units = _units_of(uu)
-    unit = jnp.max(jnp.where(uu != 0, units, units[:1]), axis=0)
-    by = jnp.where(units > unit[None], jnp.zeros_like(units), units / unit[None])
-    return _Sums(ww[0], jnp.sum(wu * by, axis=0), jnp.sum(uu * by * by, axis=0), unit)
 
 
 _NAME = "hyperball"
