@@ -298,3 +298,9 @@ def test_the_budget_of_tests():
     assert sum(map(lines_of_code, texts.values())) <= LINES_OF_TESTS
     private = [x for x in TESTS if re.search(r"jgrad\._", x.read_text())]
     assert len(private) <= NAMING_PRIVATE_MODULES
+
+
+@every_file
+def test_an_option_is_followed_by_its_name(name):
+    """From a factory to the equation."""
+    assert "locals()" not in FILES[name].read_text()
