@@ -3,12 +3,14 @@
 JAX promises no classes of these, so none is imported, and none is tested.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
+
+T = TypeVar("T")
 
 
 class ArrayType(Protocol):
@@ -82,3 +84,10 @@ class ClosedProgram(Protocol):
     @property
     def out_avals(self) -> Sequence[ArrayType]:
         """The types of its results."""
+
+
+def traced(f: Callable[..., T], *args: object) -> tuple[ClosedProgram, T]:
+    """The program of `f(*args)`, and its result with a shape in place of each array."""
+    make: Any = jax.make_jaxpr(f, return_shape=True)  # from JAX 0.12 on its types are classes
+    program, result = make(*args)
+    return program, result

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import elementwise, numerics
+from jgrad._arithmetic.programs import traced
 from jgrad._backward.losses import TracedLoss
 from jgrad._backward.portions import leaves_of_share, tree_of_share
 from jgrad._trees import checks, host_memory, shardings, trees
@@ -171,7 +172,7 @@ def share_gradients(
       gradients: of these leaves; None for a leaf that has none.
     """
     old = tree_of_share(structure, positions, gradients)
-    for eqn in elementwise.inner_equations(jax.make_jaxpr(function)(old).jaxpr.eqns):
+    for eqn in elementwise.inner_equations(traced(function, old)[0].jaxpr.eqns):
         if eqn.primitive.name in _DRAWS:
             came = f"`{eqn.primitive.name}`, which draws the same random bits for each layer"
             remedy = "expected none: add noise to all gradients at once, in the ordinary step"

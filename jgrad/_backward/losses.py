@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise
-from jgrad._arithmetic.programs import Atom, Equation, Program
+from jgrad._arithmetic.programs import Atom, Equation, Program, traced
 from jgrad._backward.portions import Cut
 from jgrad._backward.scan_layers import leaves_of_call
 from jgrad._trees import checks, host_memory, trees
@@ -116,11 +116,9 @@ class TracedLoss:
         leaves, structure = _flat(params)
         # A block sees its layer on the device, where the driver fetches it to.
         leaves = list(map(host_memory.as_on_device, leaves))
-        closed, result = jax.make_jaxpr(
-            lambda leaves: loss(structure.unflatten(leaves), *args), return_shape=True
-        )(leaves)
+        closed, result = traced(lambda leaves: loss(structure.unflatten(leaves), *args), leaves)
         if any(_is_seen_through(eqn, closed.jaxpr) for eqn in closed.jaxpr.eqns):
-            closed = jax.make_jaxpr(functools.partial(_seen_through, closed))(leaves)
+            closed, _ = traced(functools.partial(_seen_through, closed), leaves)
         self.jaxpr, self.consts, self._paths = closed.jaxpr, closed.consts, trees.paths(params)
         lines = self._lines()
         self.calls = [line.call for line in lines if line.call is not None]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 
 from jgrad._arithmetic import elementwise
-from jgrad._arithmetic.programs import Atom, Equation, Program
+from jgrad._arithmetic.programs import Atom, Equation, Program, traced
 from jgrad._backward.portions import (
     SAME,
     Cut,
@@ -62,7 +62,7 @@ def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
       layer: its argument.
       stack: the same for all layers at once.
     """
-    programs = [jax.make_jaxpr(update)(x).jaxpr for x in (layer, stack)]
+    programs = [traced(update, x)[0].jaxpr for x in (layer, stack)]
     in_layer, in_stack = (list(_foreign_operations(program.eqns)) for program in programs)
     for outer, equation in (*in_layer, *in_stack):
         if _mixes(equation):
@@ -291,7 +291,7 @@ class ShareUpdate:
         """What its program shows."""
         if self._seen is None:
             run = functools.partial(self._run, known={}, marks=True)
-            closed, result = jax.make_jaxpr(run, return_shape=True)(start)
+            closed, result = traced(run, start)
             others = list(_foreign_operations(closed.jaxpr.eqns))
             mixes = any(_mixes(equation) for _, equation in others)
             program, weights = closed.jaxpr, len(result.weights)
@@ -338,7 +338,7 @@ class ShareUpdate:
             pairs = zip(result.state, self.portion.are_of_leaves, strict=True)
             return self.owned(result), result.parts, [x for x, use in pairs if not use]
 
-        closed, (owned, parts, others) = jax.make_jaxpr(outputs, return_shape=True)(forms, start)
+        closed, (owned, parts, others) = traced(outputs, forms, start)
         program = _with_barriers_apart(closed.jaxpr)
         input_keys = _key_of_leaves(forms)
         result_keys: list[Key | int | None] = [None] * len(jax.tree.leaves(owned))
@@ -375,7 +375,7 @@ class ShareUpdate:
             result = self(start, known)
             return self.owned(result), result.parts
 
-        closed, (owned, parts) = jax.make_jaxpr(outputs, return_shape=True)(seen.parts, start)
+        closed, (owned, parts) = traced(outputs, seen.parts, start)
         are_own = [True] * len(jax.tree.leaves(owned)) + [False] * len(jax.tree.leaves(parts))
         program, _ = core.dce_jaxpr(closed.jaxpr, are_own)
         _, read = core.dce_jaxpr(closed.jaxpr, [not x for x in are_own])
@@ -426,7 +426,7 @@ def pruned(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
 
     In a loop JAX leaves them in, and a kernel would write results that are not used.
     """
-    closed, form = jax.make_jaxpr(f, return_shape=True)(*args)
+    closed, form = traced(f, *args)
     program, used = core.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     leaves = [x for x, use in zip(jax.tree.leaves(args), used, strict=True) if use]
     results = core.eval_jaxpr(program, closed.consts, *leaves)

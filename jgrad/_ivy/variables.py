@@ -204,5 +204,5 @@ def _holds(dtype: np.dtype, number: float) -> bool:
 
 def _kind(x: jax.Array) -> int:
     """bool, integers, floats, complex: each can be held by those after it."""
-    kinds: tuple[type, ...] = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
-    return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(x.dtype, kind))
+    kinds = jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating
+    return [jnp.issubdtype(x.dtype, kind) for kind in kinds].index(True)

@@ -29,7 +29,7 @@ core = Unpromised("moments in 8 bits")
 M = TypeVar("M", bound=Moments)
 
 _KINDS = (np.float32, jnp.bfloat16, np.int32, np.uint32, np.int8, np.uint8)
-_IN_MEMORY = frozenset(map(np.dtype, _KINDS))  # of arrays that a kernel reads and writes
+_IN_MEMORY = frozenset(np.dtype(x) for x in _KINDS)  # of arrays that a kernel reads and writes
 
 # How a leaf is computed: by a Pallas kernel, or by two passes of XLA.
 Lowering = Literal["kernel", "two passes"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jgrad._arithmetic.programs import Atom, ClosedProgram
+from jgrad._arithmetic.programs import Atom, ClosedProgram, traced
 from jgrad._arithmetic.slices import Pruned, SlicedResult, Unknown
 from jgrad._trees import forms, host_memory, shardings
 from jgrad._trees.host_memory import is_array
@@ -39,7 +39,7 @@ def begun(init: Callable[[PyTree], PyTree], params: PyTree) -> PyTree:
         moves = [belongs for x, belongs in pairs if is_array(x)]
         return list(filter(is_array, state))
 
-    closed = jax.make_jaxpr(f)(*map(host_memory.as_on_device, arrays))
+    closed, _ = traced(f, *map(host_memory.as_on_device, arrays))
     has_rows = list(map(_has_rows, arrays))
     run: Callable[..., list[jax.Array]] = functools.partial(_in_slices, closed, has_rows, moves)
     if not any(isinstance(x, jax.core.Tracer) for x in arrays):
