@@ -175,7 +175,7 @@ def test_any_scale(size, of_gradient, pack):
     assert_close(jgrad.unpack(found), expected, 1e-6)
 
 
-@pytest.mark.slow(always=["0"])
+@pytest.mark.slow(always=["1e-25"])
 @pytest.mark.parametrize("size", [1e25, 1e-25, 0])
 def test_constants(size):
     """Weights and directions that a jitted function closes over: as those that it is given."""
@@ -377,7 +377,7 @@ def test_shardings_of_norms():
         assert jgrad.state_shardings(ADAMH, w).radius["layers"].spec == expected
 
 
-@pytest.mark.slow(one_in=2)
+@pytest.mark.slow(always=["packed"])
 @forms
 def test_slopes_where_no_norm_is_kept(pack):
     """Of a matrix of zeros, and of a buffer that has both: those of plain steps, and finite."""
