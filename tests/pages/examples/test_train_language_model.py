@@ -6,6 +6,7 @@ Most tests train in this process. Each program takes seconds to compile, so few 
 import contextlib
 import functools
 import importlib.util
+import itertools
 import re
 
 import jax
@@ -92,11 +93,15 @@ def assert_refused(kind, message, run, *args, **options):
 # ---- training ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", recipes.RECIPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
+def combinations():
+    """All but those in which Muon's matrices would be packed; `test_settings_that_do_not_fit` has their error."""
+    found = itertools.product(recipes.OPTIMIZERS, LAYOUTS, recipes.RECIPES)
+    return [x for x in found if x[0] != "muon" or x[1] in ("tree", "jit")]
+
+
+@pytest.mark.parametrize(("optimizer", "layout", "recipe"), combinations())
 @pytest.mark.slow
-def test_every_combination(optimizer, recipe, layout):
+def test_every_combination(optimizer, layout, recipe):
     """Two updates lower the loss of the averaged parameters, with clipping, skipping and windows."""
     settings = TINY._replace(optimizer=optimizer, recipe=recipe, **LAYOUTS[layout])
     run = train(settings)
