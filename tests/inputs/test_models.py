@@ -13,6 +13,7 @@ import pytest
 
 import jgrad
 from tests.inputs.test_functions import assert_same, node
+from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 
 
@@ -176,7 +177,7 @@ def test_gradients_of_python_floats():
 
 
 def test_shardings_of_the_state_of_a_whole_model():
-    device = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    device = jax.sharding.NamedSharding(mesh_of(x=1), jax.sharding.PartitionSpec())
     start = jax.device_put(filtered(model()), device)
     start = dataclasses.replace(start, activation=jax.nn.relu, name="model")
     found = jgrad.state_shardings(jgrad.adam(0.1), start)

@@ -50,7 +50,7 @@ def in_pmap():
 
 def in_zero():
     tx = jgrad.zero(jgrad.muon(0.1, **MATRICES), "d")
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=P())
     jax.eval_shape(init, jgrad.pack(W, multiple_of=2))
 

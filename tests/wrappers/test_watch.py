@@ -360,6 +360,9 @@ def test_counters_without_watch():
     assert numbers["skipped"] == 1
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="The XLA of older versions copies what a branch reads."
+)
 def test_donated_arrays_are_not_copied():
     """Though a branch of some steps reads them."""
     w, tx = {"w": jnp.ones((256, 256))}, jgrad.watch(jgrad.adam(0.1), every=2)
