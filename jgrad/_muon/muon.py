@@ -351,11 +351,8 @@ def muon(
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
         compute_dtype=check_compute_dtype(name, compute_dtype),
-        adam=adam_of.AdamOptions(
-            beta1=kinds.Beta("adam_beta1", adam_beta1),
-            beta2=kinds.Beta("adam_beta2", adam_beta2),
-            epsilon=kinds.Number("adam_epsilon", adam_epsilon),
-            bias_correction="moments",
+        adam=adam_of.AdamOptions.of(
+            adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),
     )
     moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)
@@ -436,11 +433,8 @@ def scale_by_muon(
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
         compute_dtype=check_compute_dtype(name, compute_dtype),
-        adam=adam_of.AdamOptions(
-            beta1=kinds.Beta("adam_beta1", adam_beta1),
-            beta2=kinds.Beta("adam_beta2", adam_beta2),
-            epsilon=kinds.Number("adam_epsilon", adam_epsilon),
-            bias_correction="moments",
+        adam=adam_of.AdamOptions.of(
+            adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),
     )
     moments = MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes)

@@ -116,6 +116,20 @@ class AdamOptions(NamedTuple):
     epsilon: kinds.Number
     bias_correction: BiasCorrection
 
+    @classmethod
+    def of(
+        cls,
+        beta1: PyTree,
+        beta2: PyTree,
+        epsilon: PyTree,
+        bias_correction: BiasCorrection,
+        *,
+        prefix: str = "",
+    ) -> AdamOptions:
+        """Of the arguments of a factory, by their usual names behind a prefix."""
+        betas = kinds.Beta(f"{prefix}beta1", beta1), kinds.Beta(f"{prefix}beta2", beta2)
+        return cls(*betas, kinds.Number(f"{prefix}epsilon", epsilon), bias_correction)
+
     def check(self, function: str) -> None:
         """What a factory can."""
         for option in (self.beta1, self.beta2, self.epsilon):
@@ -413,12 +427,7 @@ def adam(
       schedule multiplies both terms but the learning rate only the first; Chen et al., "Cautious
       Weight Decay" (2025), algorithm 1, where weights also decay if delta is 0.
     """
-    options = AdamOptions(
-        beta1=kinds.Beta("beta1", beta1),
-        beta2=kinds.Beta("beta2", beta2),
-        epsilon=kinds.Number("epsilon", epsilon),
-        bias_correction=bias_correction,
-    )
+    options = AdamOptions.of(beta1, beta2, epsilon, bias_correction)
     descent = kinds.DescentOptions.of(
         learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
     )
@@ -476,11 +485,6 @@ def scale_by_adam(
 
     Source: as `adam`.
     """
-    options = AdamOptions(
-        beta1=kinds.Beta("beta1", beta1),
-        beta2=kinds.Beta("beta2", beta2),
-        epsilon=kinds.Number("epsilon", epsilon),
-        bias_correction=bias_correction,
-    )
+    options = AdamOptions.of(beta1, beta2, epsilon, bias_correction)
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
     return _adam("scale_by_adam", options, moments)

@@ -354,12 +354,7 @@ def lamb(
       (2020), algorithm 2, where phi clips the ratio.
     """
     name, clamps = "lamb", (min_trust_ratio, max_trust_ratio)
-    adam_options = adam.AdamOptions(
-        beta1=kinds.Beta("beta1", beta1),
-        beta2=kinds.Beta("beta2", beta2),
-        epsilon=kinds.Number("epsilon", epsilon),
-        bias_correction=bias_correction,
-    )
+    adam_options = adam.AdamOptions.of(beta1, beta2, epsilon, bias_correction)
     descent = kinds.DescentOptions.of(
         learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
     )
