@@ -37,7 +37,7 @@ Environment = dict[Atom, jax.Array]
 
 # What to do where a stack is read by a call and by something else, or by two calls.
 _OF_PENALTY = (
-    "compute a penalty in its block, by `has_ys=True`, and move what layers share out of the "
+    "compute a penalty in `block`, by `has_ys=True`, and move what layers share out of the "
     "stack, where `block` may read it"
 )
 _OF_CALLS = (
@@ -58,7 +58,7 @@ class ScanCall:
       positions: of the stacked leaves among those of the parameters.
       cuts: where each of them has its layers.
       count: the number of layers.
-      as_read: for each of them, what a block reads of a layer that is a stack of one.
+      as_read: for each of them, what `block` reads of a layer that is a stack of one.
       body: (what a layer reads beside, carry, layer, xs) -> (carry, ys).
       stacks, others, carry, xs: the operands.
       after, ys: the results.
@@ -114,7 +114,7 @@ class TracedLoss:
     ) -> None:
         """Of arrays, which may be traced."""
         leaves, structure = _flat(params)
-        # A block sees its layer on the device, where the driver fetches it to.
+        # `block` sees its layer on the device, where the driver fetches it to.
         leaves = list(map(host_memory.as_on_device, leaves))
         closed, result = traced(lambda leaves: loss(structure.unflatten(leaves), *args), leaves)
         if any(_is_seen_through(eqn, closed.jaxpr) for eqn in closed.jaxpr.eqns):
@@ -165,7 +165,7 @@ class TracedLoss:
             all(is_apart[i] for i in elsewhere) and any(not is_apart[i] for i in calls)
         ):
             where = "`grad`, `shard_map`, a branch, a loop or a custom derivative"
-            remedy = "expected it outside of these; loop and differentiate inside of its block"
+            remedy = "expected it outside of these; loop and differentiate inside of `block`"
             raise ValueError(f"scan_layers: called inside {where}, {remedy}.")
         read = {x for i, line in enumerate(lines) if not is_apart[i] for x in line.reads}
         for i in calls:

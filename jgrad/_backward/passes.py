@@ -36,7 +36,7 @@ class Flow(NamedTuple):
     """Cotangents that go backwards over layers.
 
     Attributes:
-      others: of what blocks read beside, added up.
+      others: of what layers read beside, added up.
       carry: behind a layer.
       xs: of those of all layers.
     """

@@ -168,7 +168,7 @@ def step_in_backward(
         leaves of `params`, possibly cast as a whole. It may do so inside `jax.vmap`, `jax.jit` or
         `jax.checkpoint`, where the last has no effect. Only one call may read each stack, besides
         code that is not differentiated, such as a norm for logging or a call of `scan_layers` under
-        `jax.lax.stop_gradient`. Compute penalties on weights inside the block, with `has_ys=True`.
+        `jax.lax.stop_gradient`. Compute penalties on weights inside `block`, with `has_ys=True`.
       first_pass: True first computes what depends on all gradients, such as their norm, before any
         layer is updated. A number that depends on another, such as the norm for a second clipping,
         needs one more pass.

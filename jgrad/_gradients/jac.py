@@ -174,17 +174,17 @@ def _value_and_jac(
                 raise TypeError(
                     f"{name}: `mode`: 'forward' with a complex argument, expected {expected}."
                 )
-            output, blocks = _forward(outputs, inputs)
+            output, grid = _forward(outputs, inputs)
         else:
-            output, blocks = _reverse(outputs, inputs, may_transpose=mode is None)
+            output, grid = _reverse(outputs, inputs, may_transpose=mode is None)
         structure: Structure = jax.tree.structure(output[0] if has_aux else output)
-        return output, structure.unflatten([arguments.result(row) for row in blocks])
+        return output, structure.unflatten([arguments.result(row) for row in grid])
 
     return value_and_jacobian
 
 
 def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Grid]:
-    """Value and blocks, by a push for each element of the input."""
+    """Value and Jacobians, by a push for each element of the input."""
     form: list[tuple[Structure, list[Leaf]]] = []
 
     def push(tangent: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -198,13 +198,13 @@ def _forward(outputs: Outputs, inputs: list[jax.Array]) -> tuple[PyTree, Grid]:
     columns, arrays = along(_basis(inputs))
     ((structure, others),), rest = form, iter(arrays)
     value = structure.unflatten([next(rest) if x is None else x for x in others])
-    return value, _blocks_of_columns(columns, inputs)
+    return value, _grid_of_columns(columns, inputs)
 
 
 def _reverse(
     outputs: Outputs, inputs: list[jax.Array], *, may_transpose: bool
 ) -> tuple[PyTree, Grid]:
-    """Value and blocks, by a pull for each element of the output.
+    """Value and Jacobians, by a pull for each element of the output.
 
     Or by a push for each element of the input, if those are fewer: transposed, the pullback is one.
     """
@@ -219,8 +219,8 @@ def _reverse(
         along = jax.vmap(lambda tangent: push(tangent)[0], axis_size=_size(inputs))
         # If a custom backward pass has no transpose, the code below is right all the same.
         with contextlib.suppress(NotImplementedError, AssertionError):
-            return value, _blocks_of_columns(along(_basis(inputs)), inputs)
-    return value, _blocks_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)
+            return value, _grid_of_columns(along(_basis(inputs)), inputs)
+    return value, _grid_of_rows(jax.vmap(one, axis_size=_size(leaves))(_basis(leaves)), leaves)
 
 
 def _floating_leaves(name: str, output: PyTree) -> list[jax.Array]:
@@ -231,7 +231,7 @@ def _floating_leaves(name: str, output: PyTree) -> list[jax.Array]:
     return [jnp.asarray(leaf) for leaf in arg.leaves if leaf is not None]
 
 
-# The Jacobian of several outputs and inputs is a table of blocks, a row per output leaf.
+# The Jacobian of several outputs and inputs is a grid of arrays, a row per output leaf.
 # Differentiation gives a stack for each leaf of one side, whose first axis runs through all
 # elements of the other side.
 
@@ -255,7 +255,7 @@ def _basis(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Grid:
+def _grid_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -> Grid:
     """From a stack per input leaf, of shape (all output elements, *input shape)."""
     return [
         [x[part].reshape(*y.shape, *x.shape[1:]) for x in stacks]
@@ -263,7 +263,7 @@ def _blocks_of_rows(stacks: Sequence[jax.Array], outputs: Sequence[jax.Array]) -
     ]
 
 
-def _blocks_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Grid:
+def _grid_of_columns(stacks: Sequence[jax.Array], inputs: Sequence[jax.Array]) -> Grid:
     """From a stack per output leaf, of shape (all input elements, *output shape)."""
     return [
         [

@@ -128,7 +128,7 @@ def find(
     axes = _with_shardings(inputs, axes, inputs.placements(mesh_axes))
     if split is None:
         return axes
-    return _with_blocks(inputs, axes, inputs.option("split", read_split(function, split)))
+    return _with_runs(inputs, axes, inputs.option("split", read_split(function, split)))
 
 
 def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
@@ -280,26 +280,26 @@ def _fail_for_part(mesh_axes: ArgLeaves, i: int, unknown: Sequence[str]) -> None
 # ---- how they are split ------------------------------------------------------------------------
 
 
-def _with_blocks(
+def _with_runs(
     inputs: Parameters, axes: Sequence[MatrixAxes | None], split: ArgLeaves
 ) -> list[MatrixAxes | None]:
-    """The matrices of each leaf, with the blocks into which it is split."""
+    """The matrices of each leaf, with the pieces into which it is split."""
     leaves = trees.flatten(inputs.shapes)[0]
-    blocks = list(axes)
+    split_axes = list(axes)
     for i, (matrices, x, sizes) in enumerate(zip(axes, leaves, split.leaves, strict=True)):
         if x is None or not sizes.values:
             continue
         if matrices is None:
             expected = "None for a leaf that is not a matrix; `by_path` chooses leaves"
             split.fail(i, ValueError, f"{_shown(sizes)}, expected {expected}")
-        blocks[i] = dataclasses.replace(matrices, blocks=_runs(split, i, matrices, sizes))
-    return blocks
+        split_axes[i] = dataclasses.replace(matrices, runs=_runs(split, i, matrices, sizes))
+    return split_axes
 
 
 def _runs(
     split: ArgLeaves, i: int, matrices: MatrixAxes, sizes: Axes
 ) -> tuple[tuple[int, int], ...]:
-    """(number, size) of neighbours of one size; nothing for one block, which is the matrix."""
+    """(number, size) of neighbours of one size; nothing for one piece, which is the matrix."""
     # Inside `shard_map` the matrix, of which a device may have a part; outside, leaves are whole.
     outputs = matrices.whole.sizes[0]
     shape = f"an array of shape {matrices.shape}"

@@ -114,7 +114,7 @@ class MomentOptions(NamedTuple):
     Attributes:
       dtype: `moment_dtype`.
       full_precision: leaves that "8bit" leaves alone.
-      layer_axes: axes over which layers are stacked, which start on a block.
+      layer_axes: axes over which layers are stacked, each of which starts on a block.
       mesh_axes: how leaves are sharded, where their types do not say it.
       of_first: whether this is said of first moments alone, and second ones have full precision.
     """

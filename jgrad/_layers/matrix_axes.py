@@ -1,9 +1,9 @@
 """Where the matrices of an array are, and how to get at them one by one.
 
 Queries, keys and values, with all heads of each, may be fused in one kernel. `split` cuts such an
-array along its outputs into runs of blocks of the same size. A run is one array with an additional
-axis for its blocks, so heads are just a reshape, and code that works on matrices doesn't have to
-know about blocks.
+array along its outputs into runs of pieces of the same size. A run is one array with an additional
+axis for its pieces, so heads are just a reshape, and code that works on matrices doesn't have to
+know about pieces.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ class MatrixAxes:
       shape: shape of the array.
       stacked: axes of the array with a matrix for each index, in order and none negative.
       outputs: axes that are outputs, likewise.
-      blocks: (number, size) of runs of blocks along the outputs of whole matrices, which are
+      runs: (number, size) of runs of pieces along the outputs of whole matrices, which are
         matrices of their own; none where the array has whole matrices alone.
       sharded_axes: (axis, names of mesh axes) of each axis of which a device has a part.
       mesh_axes: under `jit`, how the array is sharded; None where nothing says it.
@@ -72,7 +72,7 @@ class MatrixAxes:
     shape: tuple[int, ...]
     stacked: tuple[int, ...]
     outputs: tuple[int, ...]
-    blocks: tuple[tuple[int, int], ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
     sharded_axes: tuple[tuple[int, tuple[str, ...]], ...] = ()
     mesh_axes: MeshAxesPerAxis | None = None
 
@@ -175,17 +175,17 @@ class MatrixAxes:
         return [(axis, names) for axis, names in self.sharded_axes if axis not in others]
 
 
-# ---- runs of blocks ----------------------------------------------------------------------------
+# ---- runs of pieces ----------------------------------------------------------------------------
 
 
-def pieces(axes: MatrixAxes) -> list[MatrixAxes]:
+def axes_of_runs(axes: MatrixAxes) -> list[MatrixAxes]:
     """Where the matrices are in each array that `cut` returns."""
-    if not axes.blocks:
+    if not axes.runs:
         return [axes]
     first, others = axes.outputs[0], _all_but_outputs(axes)
     matrices = []
-    for count, size in axes.blocks:
-        # The old axes, with the outputs as one in the place of their first; -1 counts blocks.
+    for count, size in axes.runs:
+        # The old axes, with the outputs as one in the place of their first; -1 counts pieces.
         order = others[:first] + [-1] * (count > 1) + [first] + others[first:]
         lengths = dict(enumerate(axes.shape)) | {-1: count, first: size}
         names: dict[int, tuple[str, ...]] = {}
@@ -204,8 +204,8 @@ def pieces(axes: MatrixAxes) -> list[MatrixAxes]:
 
 
 def cut(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
-    """An array for each run of blocks, of the whole array or of one number per output."""
-    if not axes.blocks:
+    """An array for each run of pieces, of the whole array or of one number per output."""
+    if not axes.runs:
         return [x]
     whole, runs = _views(axes, x.shape)
     x, axis = whole.of(x), axes.outputs[0]
@@ -215,24 +215,24 @@ def cut(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
     return [run.of(y) for run, y in zip(runs, slices, strict=True)]
 
 
-def joined(blocks: Sequence[jax.Array], axes: MatrixAxes, shape: Sequence[int]) -> jax.Array:
+def joined(arrays: Sequence[jax.Array], axes: MatrixAxes, shape: Sequence[int]) -> jax.Array:
     """The array of a shape from what `cut` made of it."""
-    if not axes.blocks:
-        return blocks[0]
+    if not axes.runs:
+        return arrays[0]
     whole, runs = _views(axes, shape)
-    flat = [run.back(x) for run, x in zip(runs, blocks, strict=True)]
+    flat = [run.back(x) for run, x in zip(runs, arrays, strict=True)]
     return whole.back(jax.lax.concatenate(flat, axes.outputs[0]))
 
 
 def _views(axes: MatrixAxes, shape: Sequence[int]) -> tuple[View, list[View]]:
-    """Of an array with all outputs in the place of the first of them; of each run of blocks."""
+    """Of an array with all outputs in the place of the first of them; of each run of pieces."""
     first, others = axes.outputs[0], _all_but_outputs(axes)
     order = (*others[:first], *axes.outputs, *others[first:])
     before, behind = ([shape[i] for i in part] for part in (others[:first], others[first:]))
     shape = tuple(shape)
     whole = View(shape, shape, order, (*before, axes.sizes[0], *behind))
     runs = []
-    for count, size in axes.blocks:
+    for count, size in axes.runs:
         start, counted = (*before, count * size, *behind), (count,) if count > 1 else ()
         run = (*before, *counted, size, *behind)
         runs.append(View(start, run, tuple(range(len(run))), run))
@@ -246,7 +246,7 @@ def _all_but_outputs(axes: MatrixAxes) -> list[int]:
 def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis:
     """How to shard an array, so that a device cuts its part by itself.
 
-    Along outputs where it has whole blocks there; else along another axis: one all-to-all.
+    Along outputs where it has whole pieces there; else along another axis: one all-to-all.
 
     Args:
       axes: of the array, with `mesh_axes`.
@@ -257,7 +257,7 @@ def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis
     together = tuple(itertools.chain(*names))
     devices = math.prod(sizes[name] for name in together)
     is_first = names[0] == together
-    if not together or (is_first and len(axes.blocks) == 1 and axes.blocks[0][0] % devices == 0):
+    if not together or (is_first and len(axes.runs) == 1 and axes.runs[0][0] % devices == 0):
         return axes.mesh_axes
     new = [() if axis in axes.outputs else names for axis, names in enumerate(axes.mesh_axes)]
     for axis in (*axes.inputs, *axes.stacked):
@@ -303,19 +303,19 @@ def on_matrices(
 
 def sums(x: jax.Array, axes: MatrixAxes) -> jax.Array:
     """The sum over each matrix, of a shape that broadcasts to the array."""
-    if not axes.blocks:
+    if not axes.runs:
         return jnp.sum(x, axis=(*axes.outputs, *axes.inputs), keepdims=True)
     per_output = jnp.sum(x, axis=axes.inputs, keepdims=True)
     totals = [
         jnp.broadcast_to(jnp.sum(y, axis=run.outputs, keepdims=True), y.shape)
-        for y, run in zip(cut(replicated(per_output), axes), pieces(axes), strict=True)
+        for y, run in zip(cut(replicated(per_output), axes), axes_of_runs(axes), strict=True)
     ]
     return joined(totals, axes, per_output.shape)
 
 
 def per_output(numbers: Sequence[jax.Array], axes: MatrixAxes) -> jax.Array:
     """One scalar for each run as one number per output, of a shape that broadcasts to the array."""
-    sizes = [count * size for count, size in axes.blocks]
+    sizes = [count * size for count, size in axes.runs]
     real = np.result_type(*(x.dtype for x in numbers))
     repeated = map(jnp.broadcast_to, (x.astype(real) for x in numbers), ((n,) for n in sizes))
     x = jax.lax.concatenate(list(repeated), 0)

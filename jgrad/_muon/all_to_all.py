@@ -1,6 +1,6 @@
 """All-to-alls that distribute whole matrices over devices, if it is known how they are sharded.
 
-Each device has a block of every matrix, and gets all blocks of some. The partitioner only finds
+Each device has a part of every matrix, and gets all parts of some. The partitioner only finds
 these all-to-alls if matrices are sharded over a single mesh axis. With two axes, or if layers are
 sharded as well, it gathers the matrices.
 """
@@ -48,13 +48,13 @@ def orthogonalized(
     specs = tuple(partition_spec(where.mesh_axes) for where in axes)
     exchanges = _exchanges(axes, dealing)
 
-    def on_each(*blocks: jax.Array) -> tuple[jax.Array, ...]:
-        dealt = [exchange.deal(blocks) for exchange in exchanges]
+    def on_each(*parts: jax.Array) -> tuple[jax.Array, ...]:
+        dealt = [exchange.deal(parts) for exchange in exchanges]
         new = jax.lax.split(steps(jax.lax.concatenate(dealt, 0)), [len(x) for x in dealt])
         collected: dict[int, jax.Array] = {}
         for exchange, x in zip(exchanges, new, strict=True):
             collected |= exchange.collect(x)
-        return tuple(collected[i] for i in range(len(blocks)))
+        return tuple(collected[i] for i in range(len(parts)))
 
     shared = jax.shard_map(
         on_each, mesh=dealing.mesh, in_specs=specs, out_specs=specs, check_vma=False
@@ -63,10 +63,10 @@ def orthogonalized(
 
 
 class _Kind(NamedTuple):
-    """How a wide matrix is divided into blocks, one for each device.
+    """How a wide matrix is divided into parts, one for each device.
 
     Attributes:
-      shape: of a block: its rows and columns; more axes where those have several that are sharded.
+      shape: of a part: its rows and columns; more axes where those have several that are sharded.
       mesh_axes: those over which each axis is sharded.
     """
 
@@ -74,7 +74,7 @@ class _Kind(NamedTuple):
     mesh_axes: MeshAxesPerAxis
 
 
-# For the arrays of a kind, by number: each device's part of them, as (matrices, *block).
+# For the arrays of a kind, by number: what each device has of them, as (matrices, *part).
 _Members = dict[int, View]
 
 
@@ -82,7 +82,7 @@ _Members = dict[int, View]
 class _Exchange:
     """Matrices that are dealt out by one all-to-all.
 
-    Blocks of several kinds travel as tiles, of which each of them is a grid.
+    Parts of several kinds travel as tiles, of which each of them is a grid.
 
     Attributes:
       over: mesh axes over which each is sharded, and their sizes.
@@ -97,7 +97,7 @@ class _Exchange:
     wide: tuple[int, int]
 
     def deal(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """The matrices of this device, from its blocks of all of them."""
+        """The matrices of this device, from its parts of all of them."""
         tiles = []
         for kind, members in self.kinds.items():
             x = jax.lax.concatenate([view.of(arrays[i]) for i, view in members.items()], 0)
@@ -113,7 +113,7 @@ class _Exchange:
         return self._grids_of_wide(count).back(x)
 
     def collect(self, x: jax.Array) -> dict[int, jax.Array]:
-        """The blocks of this device, by array."""
+        """The parts of this device, by array."""
         count = len(x)
         x = self._grids_of_wide(count).of(x)
         x = self._taken([self._grids(kind, count).back(x) for kind in self.kinds], 1)
@@ -135,7 +135,7 @@ class _Exchange:
         return tuple(itertools.starmap(math.gcd, lengths))
 
     def _grid(self, kind: _Kind, *, whole: bool) -> tuple[int, ...]:
-        """How many tiles a block has along each axis, or a whole matrix."""
+        """How many tiles a part has along each axis, or a whole matrix."""
         rows = zip(kind.shape, self._tile, kind.mesh_axes, strict=True)
         return tuple(
             n // tile * (math.prod(self.over[name] for name in names) if whole else 1)
@@ -143,7 +143,7 @@ class _Exchange:
         )
 
     def _tiles(self, kind: _Kind, count: int) -> View:
-        """Blocks as (count, tiles, *tile)."""
+        """Parts as (count, tiles, *tile)."""
         grid = self._grid(kind, whole=False)
         shape = (count, math.prod(grid), *self._tile)
         return _in_tiles((count, *kind.shape), grid, self._tile)._replace(shape=shape)
@@ -186,7 +186,7 @@ class _Exchange:
 
 
 def _in_tiles(start: tuple[int, ...], grid: tuple[int, ...], tile: tuple[int, ...]) -> View:
-    """Matrices or blocks, of which the first axis is the count, as (count, *grid, *tile)."""
+    """Matrices or parts, of which the first axis is the count, as (count, *grid, *tile)."""
     count, ndim = start[0], 1 + 2 * len(grid)
     split = (count, *itertools.chain(*zip(grid, tile, strict=True)))
     order = (0, *range(1, ndim, 2), *range(2, ndim, 2))
@@ -241,5 +241,5 @@ def _divided(
 
 
 def _count(members: _Members) -> int:
-    """The number of matrices of which a device has blocks."""
+    """The number of matrices of which a device has parts."""
     return sum(view.shape[0] for view in members.values())

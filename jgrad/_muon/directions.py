@@ -162,14 +162,14 @@ def check_no_momentum(function: str, fraction: float, momentum: object) -> None:
 def factors_of(
     function: str, scale: Callable[[int, int], Scalar], axes: Axes
 ) -> PerArray[jax.Array]:
-    """For each array a scalar, or one number per output where it has blocks of several sizes.
+    """For each array a scalar, or one number per output where it has pieces of several sizes.
 
     Matrices with equal sizes share one in the program.
     """
     factors: dict[tuple[int, int], jax.Array] = {}
     numbers_of_arrays: PerArray[jax.Array] = []
     for where in axes:
-        sizes = [piece.sizes for piece in matrix_axes.pieces(where)]
+        sizes = [run.sizes for run in matrix_axes.axes_of_runs(where)]
         for size in sizes:
             if size not in factors:
                 x = options.result_of(function, "scale", "outputs and inputs", scale, *size)

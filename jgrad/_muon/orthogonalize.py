@@ -181,7 +181,7 @@ def _on_runs(
     shard_over: tuple[str, ...],
     compute: Callable[..., tuple[list[jax.Array], ...]],
 ) -> list[list[jax.Array]]:
-    """What is computed of arrays without blocks, as arrays like those that are given.
+    """What is computed of arrays that are not split, as arrays like those that are given.
 
     Args:
       function: see `orthogonalized`.
@@ -194,12 +194,14 @@ def _on_runs(
     dealing = mesh_with(function, arrays, shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, dealing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
-    run_axes = [piece for _, of in ready for piece in matrix_axes.pieces(of)]
+    run_axes = [run for _, of in ready for run in matrix_axes.axes_of_runs(of)]
     lists = []
     for column in compute(runs, run_axes, dealing):
         remaining, new = iter(column), []
         for (x, of), (_, moved) in zip(pairs, ready, strict=True):
-            o = matrix_axes.joined([next(remaining) for _ in matrix_axes.pieces(of)], of, of.shape)
+            o = matrix_axes.joined(
+                [next(remaining) for _ in matrix_axes.axes_of_runs(of)], of, of.shape
+            )
             if dealing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
                 o = _moved(o, dealing.mesh, moved.mesh_axes, of.mesh_axes)
             new.append(sharded_as(o, x))
@@ -210,8 +212,8 @@ def _on_runs(
 def _ready_to_cut(
     x: jax.Array, axes: MatrixAxes, dealing: Dealing | None
 ) -> tuple[jax.Array, MatrixAxes]:
-    """An array that is to be cut in blocks, sharded so that each device cuts its part by itself."""
-    if not axes.blocks:
+    """An array that is to be cut in pieces, sharded so that each device cuts its part by itself."""
+    if not axes.runs:
         return x, axes
     known = None if dealing is None or not x.size else axes.mesh_axes or axes_in_type(x)
     if dealing is None or known is None:
@@ -313,7 +315,7 @@ def _on_whole_matrices(
     axes: Sequence[MatrixAxes],
     dealing: Dealing | None,
 ) -> list[jax.Array]:
-    """Each matrix of each array, of arrays without blocks."""
+    """Each matrix of each array, of arrays that are not split."""
     new = {} if dealing is None else _exchanged(steps, arrays, axes, dealing)
     stacks = {
         i: of.as_wide.of(replicated(x))

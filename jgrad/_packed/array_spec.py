@@ -103,7 +103,7 @@ class BufferSpec(UnpackedSpec):
         """For each row the key of its leaf, and the number of its first element there."""
         first = np.zeros(self.shape[0], np.uint32)
         for span in self.spans:
-            first[span.first : span.first + span.num_blocks] = _first_elements(span)
+            first[span.first : span.first + span.num_rows] = _first_elements(span)
         if place is not None:
             sizes = np.array([span.size for span in self.spans], np.uint32)[self._leaf_of_row]
             first = first + shard_index(place, 0).astype(jnp.uint32) * sizes
@@ -132,7 +132,7 @@ class BufferSpec(UnpackedSpec):
         return PackedLayers(
             self.local_shape,
             mesh_axes=super().layer_axes(per_leaf, mesh_axes, layer_axes).mesh_axes,
-            blocks=tuple(span.blocks_per_layer for span in self.spans for _ in span.first_rows),
+            rows=tuple(span.rows_per_layer for span in self.spans for _ in span.first_rows),
             shard=self.shard,
         )
 
@@ -150,9 +150,9 @@ class BufferSpec(UnpackedSpec):
 
 
 def _first_elements(span: Span) -> np.ndarray:
-    """The number of the first element in each block of a leaf."""
+    """The number of the first element in each row of a leaf."""
     layers = np.arange(span.layers.num_layers)[:, None] * span.layers.layer_size
-    return (layers + np.arange(span.blocks_per_layer) * WIDTH).reshape(-1).astype(np.uint32)
+    return (layers + np.arange(span.rows_per_layer) * WIDTH).reshape(-1).astype(np.uint32)
 
 
 def specs_of_layout(layout: Layout, count: int) -> list[ArraySpec]:

@@ -40,12 +40,12 @@ def join_leaves(spans: Sequence[Span], leaves: Sequence[jax.Array], rows: int) -
       leaves: arrays of one dtype.
       rows: of the buffer.
     """
-    return _join(spans, list(map(_to_blocks, spans, leaves)), (rows, WIDTH))
+    return _join(spans, list(map(_to_rows, spans, leaves)), (rows, WIDTH))
 
 
 def join_codes(spans: Sequence[Span], leaves: Sequence[Blocks], rows: int) -> Blocks:
     """The buffer in 8 bits of leaves that `recoded` made."""
-    codes = [_to_blocks(span, x.codes) for span, x in zip(spans, leaves, strict=True)]
+    codes = [_to_rows(span, x.codes) for span, x in zip(spans, leaves, strict=True)]
     scale = [
         jnp.transpose(x.scale, _order_of_scale(span)).reshape(-1)
         for span, x in zip(spans, leaves, strict=True)
@@ -57,7 +57,7 @@ def join_codes(spans: Sequence[Span], leaves: Sequence[Blocks], rows: int) -> Bl
 
 def split_leaves(spans: Sequence[Span], buffer: jax.Array) -> list[jax.Array]:
     """The leaves of a buffer."""
-    return list(map(_from_blocks, spans, _cut(spans, buffer)))
+    return list(map(_from_rows, spans, _cut(spans, buffer)))
 
 
 def split_codes(
@@ -73,7 +73,7 @@ def split_codes(
         geometry, order = _geometry(span), _order_of_scale(span)
         scale = column.reshape([geometry.scales[axis] for axis in order])
         scale = jnp.transpose(scale, list(np.argsort(order)))
-        leaf = Blocks(_from_blocks(span, code), scale)
+        leaf = Blocks(_from_rows(span, code), scale)
         leaves.append(leaf if as_stored or span.size >= SMALLEST else encoding.decoded(leaf))
     return leaves
 
@@ -93,8 +93,8 @@ def _pieces(spans: Sequence[Span], rows: int) -> list[tuple[Span | None, int]]:
     for span in spans:
         if span.first > end:
             pieces.append((None, span.first - end))
-        pieces.append((span, span.num_blocks))
-        end = span.first + span.num_blocks
+        pieces.append((span, span.num_rows))
+        end = span.first + span.num_rows
     return [*pieces, (None, rows - end)] if rows > end else pieces
 
 
@@ -120,23 +120,23 @@ def _cut(spans: Sequence[Span], x: jax.Array) -> list[jax.Array]:
 # Both use `lax`, which traces in a fraction of the time of `jnp`, a thousand times over.
 
 
-def _to_blocks(span: Span, x: jax.Array) -> jax.Array:
+def _to_rows(span: Span, x: jax.Array) -> jax.Array:
     """The leaf as a vector of whole rows, with zeros behind each layer."""
     layers = span.layers
     if layers.stacked:
         x = jax.lax.transpose(x, (*layers.stacked, *layers.within))
-    missing = WIDTH * span.blocks_per_layer - layers.layer_size
+    missing = WIDTH * span.rows_per_layer - layers.layer_size
     if missing:
         x = jax.lax.reshape(x, (layers.num_layers, layers.layer_size))
         x = jax.lax.pad(x, np.zeros((), x.dtype), ((0, 0, 0), (0, missing, 0)))
-    return jax.lax.reshape(x, (WIDTH * span.num_blocks,))
+    return jax.lax.reshape(x, (WIDTH * span.num_rows,))
 
 
-def _from_blocks(span: Span, x: jax.Array) -> jax.Array:
-    """The leaf, from the vector that `_to_blocks` made."""
+def _from_rows(span: Span, x: jax.Array) -> jax.Array:
+    """The leaf, from the vector that `_to_rows` made."""
     layers = span.layers
-    if layers.layer_size != WIDTH * span.blocks_per_layer:
-        x = jax.lax.reshape(x, (layers.num_layers, WIDTH * span.blocks_per_layer))
+    if layers.layer_size != WIDTH * span.rows_per_layer:
+        x = jax.lax.reshape(x, (layers.num_layers, WIDTH * span.rows_per_layer))
         x = jax.lax.slice(x, (0, 0), (layers.num_layers, layers.layer_size))
     axes = (*layers.stacked, *layers.within)
     x = jax.lax.reshape(x, [layers.shape[axis] for axis in axes])

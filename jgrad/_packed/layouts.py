@@ -1,7 +1,7 @@
 """Where the leaves of a tree are in packed buffers: static, hashable, and known without arrays.
 
-A buffer is an array of shape (blocks, width). Each layer of a leaf starts on its own block, so that
-one number per layer (a norm, a learning rate, a weight decay) is a column of one number per block.
+A buffer is an array of shape (rows, width). Each layer of a leaf starts on its own row, so that
+one number per layer (a norm, a learning rate, a weight decay) is a column of one number per row.
 After the last element of a layer comes padding, which is always zero. A leaf that is too large to
 gain from packing may stay unpacked, as a buffer of its own shape.
 
@@ -32,7 +32,7 @@ from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.forms import SMALLEST
 from jgrad._trees.protocols import PyTree
 
-# Number of elements in a block. Wider blocks pad more: a transformer of 193 leaves by 1% at 128, 3%
+# Number of elements in a row. Wider rows pad more: a transformer of 193 leaves by 1% at 128, 3%
 # at 256, 9% at 512 and 19% at 1024; leaves of 16 x 16 by 0, 0, 100% and 300%. On two CPU cores,
 # Adam on 1000 leaves of 32 x 32 takes the same time at each width. LAMB takes twice as long from
 # 512 on, where the chunks of its norms no longer fit the first-level cache (`rows`). It is a
@@ -48,7 +48,7 @@ APART = " small"  # ends the names of buffers with only small leaves
 
 
 class Span(NamedTuple):
-    """The blocks of one leaf.
+    """The rows of one leaf.
 
     Attributes:
       path: of the leaf in its tree.
@@ -56,8 +56,8 @@ class Span(NamedTuple):
       layers: its shape, and the axes over which layers are stacked.
       buffer: name of the buffer: that of its dtype, or "leaf 3" for the leaf at index 3 if it stays
         unpacked.
-      start: first block in the buffer; None for an unpacked leaf.
-      blocks_per_layer: each layer starts on a block of its own.
+      start: first row in the buffer; None for an unpacked leaf.
+      rows_per_layer: each layer starts on a row of its own.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Span(NamedTuple):
     layers: LayerAxes
     buffer: str
     start: int | None
-    blocks_per_layer: int
+    rows_per_layer: int
 
     @property
     def is_unpacked(self) -> bool:
@@ -74,7 +74,7 @@ class Span(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first block; 0 for an unpacked leaf."""
+        """The first row; 0 for an unpacked leaf."""
         return self.start or 0
 
     def is_alike(self, other: "Span") -> bool:
@@ -83,14 +83,14 @@ class Span(NamedTuple):
         return mine == its
 
     @property
-    def num_blocks(self) -> int:
+    def num_rows(self) -> int:
         """Blocks of the leaf."""
-        return self.layers.num_layers * self.blocks_per_layer
+        return self.layers.num_layers * self.rows_per_layer
 
     @property
     def first_rows(self) -> list[int]:
-        """The first block of each layer."""
-        return [self.first + i * self.blocks_per_layer for i in range(self.layers.num_layers)]
+        """The first row of each layer."""
+        return [self.first + i * self.rows_per_layer for i in range(self.layers.num_layers)]
 
     @property
     def size(self) -> int:
@@ -99,7 +99,7 @@ class Span(NamedTuple):
 
     def __str__(self) -> str:
         layers = f", {self.layers.num_layers} layers" if self.layers.stacked else ""
-        rows = "" if self.start is None else f"[{self.start}:{self.start + self.num_blocks}] "
+        rows = "" if self.start is None else f"[{self.start}:{self.start + self.num_rows}] "
         return f"{rows}{self.path or 'the leaf'} {self.layers.shape}{layers}"
 
 
@@ -162,10 +162,10 @@ class Layout:
 
     Attributes:
       structure: the structure of the tree, in which None is a leaf.
-      spans: the blocks of each leaf; None for a leaf that is None.
+      spans: the rows of each leaf; None for a leaf that is None.
       shapes: (name, shape) of each buffer, in JAX's order.
       shard: inside `zero`, the rows that this device has; None for all of them.
-      width: number of elements in a block.
+      width: number of elements in a row.
 
     Example:
       >>> packed = jgrad.pack({"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
@@ -182,7 +182,7 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """Number of elements in a block."""
+        """Number of elements in a row."""
         return WIDTH
 
     def tree(self, dtypes: Mapping[str, np.dtype | None] | None = None) -> PyTree:
@@ -204,7 +204,7 @@ class Layout:
         return self._by_buffer[name]
 
     def unpacked_leaf(self, name: str) -> int | None:
-        """The position of the leaf that is this buffer, unpacked; None for a buffer of blocks."""
+        """The position of the leaf that is this buffer, unpacked; None for a buffer of rows."""
         (i, span), *_ = self.within(name)
         return i if span.is_unpacked else None
 
@@ -260,7 +260,7 @@ class Layout:
                 buffers[span.buffer].append((i, span))
         for members in buffers.values():
             # A leaf without elements starts where the next one does, and comes before it.
-            members.sort(key=lambda member: (member[1].first, member[1].num_blocks, member[0]))
+            members.sort(key=lambda member: (member[1].first, member[1].num_rows, member[0]))
         return buffers
 
     # A copy is the same object. Structures with nodes that are not JAX's own cannot be pickled, and
@@ -287,7 +287,7 @@ class Layout:
         numbers: PyTree, spans: list[Any], shapes: Any, shard: Any, width: int, orders: Any = ()
     ) -> "Layout":
         if width != WIDTH:
-            raise ValueError(f"Layout: blocks of {width} elements, expected {WIDTH}.")
+            raise ValueError(f"Layout: rows of {width} elements, expected {WIDTH}.")
         if orders:  # up to 1.1, of whole matrices for each shard
             came = "a file with the rows of `pack(matrices=...)`, which is gone in 2.0"
             raise ValueError(f"Layout: {came}, expected it unpacked: `unpack` it with jgrad 1.1.")
@@ -391,10 +391,10 @@ def layout_of(
             spans[i] = Span(path, np.dtype(x.dtype), leaf_layers, name, None, 0)
             shapes[name] = x.shape
             continue
-        blocks_per_layer = -(-leaf_layers.layer_size // WIDTH)
+        rows_per_layer = -(-leaf_layers.layer_size // WIDTH)
         is_apart = small_apart and math.prod(x.shape) < SMALLEST
         name = x.dtype.name + (APART if is_apart else "")
-        packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, blocks_per_layer)))
+        packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, rows_per_layer)))
     # Equal leaves are neighbours, because XLA compiles equal work once.
     packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
     buffers: dict[str, list[tuple[int, Span]]] = {}
@@ -404,7 +404,7 @@ def layout_of(
         row = 0
         for i, span in members:
             spans[i] = span._replace(start=row)
-            row += span.num_blocks
+            row += span.num_rows
         shapes[name] = (-(-row // multiple_of) * multiple_of, WIDTH)
     layout = Layout(trees.flatten(tree)[1], tuple(spans), tuple(sorted(shapes.items())))
     return layout, list(arg.leaves)

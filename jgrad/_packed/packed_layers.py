@@ -33,21 +33,21 @@ class PackedLayers(LayerAxes):
     """Where the layers of a packed buffer are; `shape` is that of the rows on this device.
 
     Attributes:
-      blocks: rows of each layer in the whole buffer. Rows behind the last layer are zeros.
+      rows: of each layer in the whole buffer. Rows behind the last layer are zeros.
       shard: the rows that this device has; None for all of them.
     """
 
-    blocks: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
     shard: Shard | None = None
 
     @property
     def num_layers(self) -> int:
-        return len(self.blocks)
+        return len(self.rows)
 
     @property
     def nonempty(self) -> np.ndarray | jax.Array:
         if self.shard is None:
-            return np.array(self.blocks) > 0
+            return np.array(self.rows) > 0
         first = self.shard.first_row(self._all_rows)
         starts, ends = self._bounds
         return jnp.minimum(ends, first + self.shape[0]) > jnp.maximum(starts, first)
@@ -58,14 +58,14 @@ class PackedLayers(LayerAxes):
 
     @property
     def sort_key(self) -> tuple[object, ...]:
-        return (*super().sort_key, self.blocks)
+        return (*super().sort_key, self.rows)
 
     @property
     def layer_of_row(self) -> np.ndarray | jax.Array:
         """The layer of each row; the last layer for the rows behind it."""
-        layers = np.repeat(np.arange(len(self.blocks), dtype=np.int32), self.blocks)
+        layers = np.repeat(np.arange(len(self.rows), dtype=np.int32), self.rows)
         behind = (0, self._all_rows - len(layers))
-        every = np.pad(layers, behind, constant_values=len(self.blocks) - 1)
+        every = np.pad(layers, behind, constant_values=len(self.rows) - 1)
         return every if self.shard is None else self.shard.slice(every)
 
     def to_elements(self, numbers: jax.Array) -> jax.Array:
@@ -117,8 +117,8 @@ class PackedLayers(LayerAxes):
     @property
     def _bounds(self) -> tuple[np.ndarray, np.ndarray]:
         """The first row of each layer, and the row behind its last."""
-        ends = np.cumsum(self.blocks, dtype=np.int32)
-        return ends - np.array(self.blocks, np.int32), ends
+        ends = np.cumsum(self.rows, dtype=np.int32)
+        return ends - np.array(self.rows, np.int32), ends
 
 
 def _in_chunks(count: int, f: Function, arrays: Sequence[jax.Array | None]) -> jax.Array:

@@ -43,7 +43,7 @@ class Packed(Generic[Tree]):
     before `pack` was called; for other file formats, call `unpack` before you save.
 
     Attributes:
-      buffers: a dict from names of dtypes to arrays of shape (blocks, 256). With `max_size`, large
+      buffers: a dict from names of dtypes to arrays of shape (rows, 256). With `max_size`, large
         leaves stay unpacked, as "leaf 3" for the leaf at index 3; with `small_apart`, small ones
         have their own buffer, such as "float32 small".
       layout: a `Layout`, which says where each leaf is in the buffers.
@@ -134,7 +134,7 @@ def pack(
 ) -> PyTree:
     """Packs a tree of floating arrays into one buffer per dtype.
 
-        buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to blocks of 256
+        buffers[dtype] = [w_1, 0, ..., w_2, 0, ...], each layer padded to rows of 256
 
     An update of a packed model is one loop over a long array, instead of one for each leaf. Packing
     is linear, and `unpack` reverses it bit for bit. Leaves of the same shape are next to each
@@ -149,9 +149,9 @@ def pack(
       tree: a tree of floating or complex arrays of any shapes, or None; with `like`, any tree that
         `unpack` returned.
       layer_axes: axes along which a leaf stacks layers, as for `lax.scan`: an int, a tuple of ints,
-        None, or a prefix tree of these. Each layer then has its own blocks, so LARS and LAMB don't
+        None, or a prefix tree of these. Each layer then has its own rows, so LARS and LAMB don't
         need their own `layer_axes`; if they are given, they have to agree.
-      multiple_of: makes the number of blocks of each buffer a multiple of this, so that it can be
+      multiple_of: makes the number of rows of each buffer a multiple of this, so that it can be
         sharded over that many devices.
       max_size: leaves with more elements stay unpacked, each as a buffer of its own shape; None
         packs all leaves. Large leaves gain nothing from packing, and `unpack` has to copy them, so

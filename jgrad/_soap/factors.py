@@ -23,7 +23,7 @@ from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.trees import Structure
 
 Array = jax.Array | None
-Sides = list[tuple[Array, Array]]  # of each run of blocks: something of rows, and of columns
+Sides = list[tuple[Array, Array]]  # of each run of pieces: something of rows, and of columns
 
 
 class SoapFactors(NamedTuple):
@@ -50,7 +50,7 @@ class SoapFactors(NamedTuple):
 
 
 SoapFactors.__module__ = "jgrad"
-# For one leaf; a tuple if the leaf is split into blocks of several sizes.
+# For one leaf; a tuple if the leaf is split into pieces of several sizes.
 OfLeaf = tuple[SoapFactors, ...]
 _FIELDS = SoapFactors._fields
 
@@ -159,7 +159,7 @@ def _structure(inputs: Parameters) -> Structure:
 
 
 def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
-    """The shapes of the factors of each run of blocks."""
+    """The shapes of the factors of each run of pieces."""
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
 
@@ -171,7 +171,7 @@ def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
         ]
         return SoapFactors(*both, *both)
 
-    return tuple(map(run_factors, matrix_axes.pieces(axes.whole)))
+    return tuple(map(run_factors, matrix_axes.axes_of_runs(axes.whole)))
 
 
 def _begun(x: jax.Array, axes: MatrixAxes, name: str, like: Leaf) -> Array:
@@ -184,7 +184,7 @@ def _begun(x: jax.Array, axes: MatrixAxes, name: str, like: Leaf) -> Array:
     start = jnp.broadcast_to(one, like.shape)
     within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
     zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
-    if zeros.shape != like.shape[:-2]:  # blocks are counted there as well
+    if zeros.shape != like.shape[:-2]:  # pieces are counted there as well
         zeros = jnp.sum(zeros)
     gathered_over = axes.gathered_over
     if gathered_over:  # types then say, as after an update, that it is whole
@@ -295,7 +295,7 @@ def _rounding(stored: Leaf) -> float:
 def _on_runs(
     function: Callable[..., jax.Array], x: jax.Array, sides: Sides, axes: MatrixAxes
 ) -> jax.Array:
-    """`function(matrices, left, right)` of each run of blocks, as an array like `x`."""
+    """`function(matrices, left, right)` of each run of pieces, as an array like `x`."""
 
     def on_all(x: jax.Array, sides: Sides) -> jax.Array:
         runs = []
@@ -327,11 +327,11 @@ def _averages(
 
 
 def _runs(x: jax.Array, axes: MatrixAxes) -> tuple[list[jax.Array], list[MatrixAxes]]:
-    """The matrices of each run of blocks, in float32 or wider, and where they are in it."""
-    pieces = matrix_axes.pieces(axes)
+    """The matrices of each run of pieces, in float32 or wider, and where they are in it."""
+    runs = matrix_axes.axes_of_runs(axes)
     wide = numerics.wide(x)
-    pairs = zip(matrix_axes.cut(wide, axes), pieces, strict=True)
-    return [run.as_matrices.of(y) for y, run in pairs], pieces
+    pairs = zip(matrix_axes.cut(wide, axes), runs, strict=True)
+    return [run.as_matrices.of(y) for y, run in pairs], runs
 
 
 def _automatic(f: Function, shardings: PyTree, *args: PyTree) -> PyTree:

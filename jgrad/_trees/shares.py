@@ -16,9 +16,7 @@ import numpy as np
 
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import KeyPath, PyTree
-from jgrad._trees.told import STEP, Combine, stacked_leaves, told, trace_state
-
-IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
+from jgrad._trees.told import IN_PARTS, STEP, Combine, stacked_leaves, told, trace_state
 
 # A function of the library, and which of its numbers it is.
 Key = tuple[str, int]

@@ -125,7 +125,7 @@ def telling(**changes: Any) -> AbstractContextManager[Told]:
 # ---- in `step_in_backward` ---------------------------------------------------------------------
 
 STEP = "step_in_backward"
-IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in the block"
+IN_PARTS = "a larger batch, as micro-batches by `jax.lax.map` of a `jax.checkpoint` in `block`"
 
 
 class Combine(NamedTuple):

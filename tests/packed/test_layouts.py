@@ -32,15 +32,15 @@ def of(tree, *args, **options):
 
 
 def test_sizes():
-    """Each layer takes whole blocks; no two overlap, and leaves of one shape are neighbours."""
+    """Each layer takes whole rows; no two overlap, and leaves of one shape are neighbours."""
     layout = of(tree(), {"a": None, "b": None, "c": None, "d": 0})
     of_path = {span.path: span for span in layout.spans if span is not None}
-    assert of_path["['a']"].num_blocks == 3  # 600 of 768
-    assert of_path["['c']"].num_blocks == 1
+    assert of_path["['a']"].num_rows == 3  # 600 of 768
+    assert of_path["['c']"].num_rows == 1
     of_stack = of_path["['d']"]
-    assert (of_stack.blocks_per_layer, of_stack.num_blocks) == (2, 8)  # four layers of 300
+    assert (of_stack.rows_per_layer, of_stack.num_rows) == (2, 8)  # four layers of 300
     spans = [span for _, span in layout.within("float32")]
-    ends = [span.start + span.num_blocks for span in spans]
+    ends = [span.start + span.num_rows for span in spans]
     assert [span.start for span in spans] == [0, *ends[:-1]]
     shapes = [span.layers.shape for span in spans]
     assert shapes == sorted(shapes)
@@ -156,7 +156,7 @@ def test_a_row_is_what_shares_a_scale_in_8_bits():
     rebuild, (*first, width) = packed.layout.__reduce__()
     assert rebuild(*first, width) == packed.layout
     assert_error(
-        ValueError, "Layout: blocks of 128 elements, expected 256.", lambda: rebuild(*first, 128)
+        ValueError, "Layout: rows of 128 elements, expected 256.", lambda: rebuild(*first, 128)
     )
 
 

@@ -114,7 +114,7 @@ def test_layers_of_a_stack(method, max_size):
 ELEMENTWISE = {
     "one leaf": ({"a": jnp.ones((3, 100))}, jnp.linspace(0, 1, 100)[None], None),
     "rates as long as a block": ({"a": jnp.ones(256), "b": jnp.ones(256)}, jnp.arange(256.0), 0),
-    "rates as many as blocks": ({"a": jnp.ones((2, 256))}, jnp.arange(256.0)[None], 1),
+    "rates as many as rows": ({"a": jnp.ones((2, 256))}, jnp.arange(256.0)[None], 1),
     "one element": ({"a": jnp.ones(300), "b": jnp.ones(3)}, jnp.ones((1,)), None),
 }
 

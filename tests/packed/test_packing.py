@@ -39,7 +39,7 @@ AXES = {**dict.fromkeys(jax.eval_shape(mixed)), "stack": 1, "half": None}
 @pytest.mark.parametrize("multiple_of", [8, 1])
 @pytest.mark.parametrize("layer_axes", [None, AXES], ids=["leaves", "layers"])
 def test_round_trip(layer_axes, multiple_of, max_size):
-    """Bit for bit; buffers of whole blocks, with zeros where nothing is."""
+    """Bit for bit; buffers of whole rows, with zeros where nothing is."""
     tree = mixed()
     packed = jgrad.pack(tree, layer_axes=layer_axes, multiple_of=multiple_of, max_size=max_size)
     assert_equal(jgrad.unpack(packed), tree)

@@ -12,11 +12,11 @@ from jgrad._layers import array_spec
 from jgrad._packed.layouts import Shard
 from jgrad._packed.packed_layers import PackedLayers
 
-BLOCKS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
-WHOLE = PackedLayers((8, 256), blocks=BLOCKS)
+ROWS = (3, 0, 2, 1)  # rows of each layer; two rows behind them are padding
+WHOLE = PackedLayers((8, 256), rows=ROWS)
 LAYER_OF_ROW = [0, 0, 0, 2, 2, 3, 3, 3]
 SHARD = Shard(("i",), 4)
-PART = PackedLayers((2, 256), blocks=BLOCKS, shard=SHARD)
+PART = PackedLayers((2, 256), rows=ROWS, shard=SHARD)
 
 
 def on_each(f):
@@ -53,7 +53,7 @@ def test_sums(rows, padding):
     x = rng.normal(size=(rows, 256))
     column = rng.uniform(1, 2, size=(rows, 1))
     sizes = [rows // 3, 0, rows - rows // 3 - padding]
-    layers = PackedLayers((rows, 256), blocks=tuple(sizes))
+    layers = PackedLayers((rows, 256), rows=tuple(sizes))
     x[sum(sizes) :] = 0  # padding
     f = lambda column, x, factor, none: factor * column * x**2
     arrays = (jnp.asarray(column, float), jnp.asarray(x, float), jnp.asarray(3.0), None)
