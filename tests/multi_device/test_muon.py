@@ -331,9 +331,7 @@ def test_replicated_parameters_need_no_spec():
         updates(muon(), False)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="To older versions a device under pmap has all it has."
-)
+@pytest.mark.not_in_jax_0_8("names in pmap")
 def test_pmap():
     """Without a name each device has a model of its own; with one it may have a part of a matrix."""
     models, grads = ([normal(seed + i) for i in range(DEVICES)] for seed in (0, 100))
@@ -345,9 +343,7 @@ def test_pmap():
     assert_close(named(muon(mesh_axes=P())), expected)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="JAX 0.8 does not say inside `pmap` what has a name."
-)
+@pytest.mark.not_in_jax_0_8("names in pmap")
 @pytest.mark.slow(always=True)
 def test_pmap_without_a_spec():
     """Traced only: without a name no device has a part of a model."""

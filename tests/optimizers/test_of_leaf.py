@@ -491,10 +491,7 @@ def test_a_beta_in_arithmetic(use):
     assert_error(TypeError, text, lambda: jgrad.optimizer_of_leaf(wrong))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10),
-    reason="JAX 0.8 keeps what was traced in a cache that `jax.clear_caches` does not clear.",
-)
+@pytest.mark.not_in_jax_0_8("traces")
 def test_it_goes_with_its_last_use():
     """In a loop over functions nothing stays of them, but for what JAX has in its caches."""
 

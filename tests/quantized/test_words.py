@@ -13,9 +13,7 @@ from tests.support.memory import kinds, offloaded, on_device, on_host
 from tests.support.private import host_memory, inner_equations
 from tests.support.states import as_file
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
 # By shape: the axis of which four become one.
 SHAPES = {(1024, 256): 0, (4, 256, 256): 1, (2, 4, 128, 256): 2, (512, 32, 256): 0}

@@ -167,9 +167,7 @@ def test_in_the_backward_pass(in_backward):
         np.testing.assert_allclose(a, b, rtol=2**-3 + 1e-4, atol=1e-9)  # a neighbour
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+@pytest.mark.not_in_jax_0_8("host memory")
 def test_offload():
     w = {"w": jnp.ones((512, 256))}
     g = [gradient(i, w) for i in range(2)]
