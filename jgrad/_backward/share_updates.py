@@ -54,7 +54,7 @@ _OF_DEVICES = {
 }
 # Primitives of this library that are right of a slice of rows, too: see `is_elementwise`.
 _OF_ROWS = {"iota", "jgrad_leaf_step"}
-_AROUND = {"_in_shares", "chain", "with_extra_args_support"}  # of what has no such function
+_AROUND = {"transformation", "chain", "with_extra_args_support"}  # of what has no such function
 _UPDATE = re.compile(r"(\w+)\.<locals>\.update")
 
 
