@@ -212,7 +212,7 @@ class Inputs(Parameters):
             arrays = leafwise.run(calls)
         arrays = list(map(as_stored, arrays, old))
         if self.commit is not None:
-            self.commit.keep(arrays, old)
+            self.commit.settle(arrays, old)
         return arrays
 
     def moments(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> PyTree:

@@ -55,7 +55,7 @@ class Moment:
     def written(self, new: list[Any]) -> list[Any]:
         """New moments as the state will hold them, which were written leaf by leaf."""
         if self.has_form and self.commit is not None:
-            self.commit.keep(new, self.old)
+            self.commit.settle(new, self.old)
         return new
 
 

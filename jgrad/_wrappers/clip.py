@@ -201,13 +201,12 @@ def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
 def _inexact(function: str, name: str, tree: PyTree) -> Parameters:
     """What is known about the leaves that count."""
     tree = checks.values_of(tree)
-    float0 = jax.dtypes.float0
-    without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
-    checks.arrays_or_numbers(function, name, without)
-    arg = ArgLeaves.from_tree(function, name, without)
+    arg = ArgLeaves.from_tree(function, name, tree)
     for i, x in enumerate(arg.leaves):
-        if isinstance(x, int):  # which has no dtype that says so
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or a float")
+        is_no_number = getattr(x, "dtype", None) == jax.dtypes.float0 or x is None
+        if not (is_no_number or isinstance(x, float) or checks.is_numeric(x)):
+            number = "a float" if checks.is_number(x) else "a number"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or {number}")
     inputs = Parameters(function, tree, name)
     return inputs if all(inputs.is_updated) else inputs.updated()
 

@@ -6,7 +6,7 @@ Inside `shard_map`, the chosen arrays vary along the mesh axes along which the d
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,10 +42,14 @@ def all_finite(tree: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
     return _all([(_is_finite, (x,)) for x in leaves], mesh_axes)
 
 
-def stays_finite(new: PyTree, old: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
-    """Whether nothing became non-finite: some states and masks hold an infinity from the start."""
-    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in leaves if checks.is_inexact(n)]
+def stays_finite(pairs: Iterable[tuple[Leaf, Leaf]], mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Whether no new array became non-finite: some states hold an infinity from the start.
+
+    Args:
+      pairs: new and old arrays.
+      mesh_axes: as for `all_finite`.
+    """
+    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in pairs if checks.is_inexact(n)]
     return _all(calls, mesh_axes)
 
 
@@ -103,9 +107,10 @@ def _stays_finite(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is sharded."""
-    leaves = trees.flatten(inputs.shapes)[0]
-    named = in_shard_map(inputs.placements(mesh_axes), leaves).leaves
-    return tuple(sorted({*_axes_of_shards(inputs)}.union(*(x.names for x in named))))
+    names, leaves = _axes_of_shards(inputs), trees.flatten(inputs.shapes)[0]
+    for x in in_shard_map(inputs.placements(mesh_axes), leaves).leaves:
+        names.update(x.names)
+    return tuple(sorted(names))
 
 
 def _axes_of_shards(inputs: Parameters) -> set[str]:
@@ -335,9 +340,11 @@ def choose(
         use = () if use_new is True else (use_new,)
         return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 
+    leaves: list[Leaf] = jax.tree.leaves(new)
     structure: Structure = jax.tree.structure(new)
-    old_arrays = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
-    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), old_arrays))))
+    return structure.unflatten(
+        leafwise.run(list(map(choice, leaves, structure.flatten_up_to(old))))
+    )
 
 
 def _choice(new: jax.Array, old: jax.Array, *use: jax.Array, largest: float) -> jax.Array:
