@@ -7,6 +7,7 @@ import pytest
 
 import jgrad
 from tests.support import messages
+from tests.support.errors import assert_error
 
 NAN = float("nan")
 W = {"layer_3": {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}}
@@ -58,9 +59,14 @@ def test_the_switch_of_chex_turns_its_checks_off():
         chex.enable_asserts()
 
 
-def layers(count, without=None):
-    """So many leaves, without those whose number ends alike."""
-    return {f"layer_{i}": X for i in range(count) if i % 100 != without}
+def test_e03_a_thousand_leaves_make_no_longer_message():
+    w = {f"layer_{i}": X for i in range(1000)}
+    g = {f"layer_{i}": X for i in range(1000) if i % 100 != 33}
+    message = (
+        "gradient_descent_update: `dcdw` does not have the structure of `w`: only `w` has ['layer_133']; only `w` "
+        "has ['layer_233']; only `w` has ['layer_33'] (and 7 more)."
+    )
+    assert_error(ValueError, message, lambda: jgrad.gradient_descent_update(w, g, 0.1))
 
 
 test_message = messages.test_of("transformations", globals())
