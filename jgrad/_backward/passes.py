@@ -133,8 +133,8 @@ class SavedCall:
 
         call, (structure, sources) = self._call, self._form
         carries = [None] * len(call.carry)
-        xs = host_memory.to_device(list(map(at, self._xs)))
-        operands = [*self._others, *carries, *self._layer(ones), *xs]
+        fetched = host_memory.to_device(list(map(at, self._xs)))
+        operands = [*self._others, *carries, *self._layer(ones), *fetched]
         arrays = [*operands, *map(at, self._stored)]
         pull = structure.unflatten([arrays[k] if isinstance(k, int) else k for k in sources])
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
