@@ -35,11 +35,6 @@ _NONFINITE = "nonfinite"
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def is_measure(key: str) -> bool:
-    """Whether a number is one of these."""
-    return key.partition("/")[0] in (_GRADIENTS, _UPDATES, _PARAMS, _RATIO, _NONFINITE)
-
-
 def norms_of_update(
     inputs: Inputs,
     layers: Sequence[LayerAxes],
@@ -334,7 +329,8 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
 
 def _is_own(key: str) -> bool:
     """Whether a number is of `watch` itself, and no note."""
-    return key in (_CALLS, _MEASURED) or is_measure(key)
+    own = (_GRADIENTS, _UPDATES, _PARAMS, _RATIO, _NONFINITE)
+    return key in (_CALLS, _MEASURED) or key.partition("/")[0] in own
 
 
 def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:

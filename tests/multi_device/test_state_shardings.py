@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of
+from tests.support import messages
 from tests.support.errors import assert_error
 
 # Shape, spec of the parameter, spec of its moments when cut over "a" (4 devices) too.
@@ -124,15 +125,9 @@ def test_numbers():
     assert_error(ValueError, message, lambda: jgrad.state_shardings(jgrad.adam(0.1), w, wrong))
 
 
-@pytest.mark.parametrize(
-    ("error", "axes", "text"),
-    [
-        (ValueError, "data", "'data', expected one of the axes of the mesh, 'a', 'b'."),
-        (ValueError, ("a", "a"), "('a', 'a'), expected different names."),
-        (TypeError, (), "(), expected an axis name or a tuple of names."),
-    ],
-)  # fmt: skip
-def test_an_axis_that_is_not_there(error, axes, text):
+def over(axes):
     w = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(grid(), P()))
-    call = lambda: jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=axes)
-    assert_error(error, f"state_shardings: `shard_over`: {text}", call)
+    return jgrad.state_shardings(jgrad.adam(0.1), w, shard_over=axes)
+
+
+test_an_axis_that_is_not_there = messages.test_of("shard_over", globals())
