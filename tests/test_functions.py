@@ -14,8 +14,8 @@ LIMITS = {
     "lamb, decay": (184, 23),
     "muon, decay": (207, 26),
     "adam_update": (87, 13),
-    "skip(clip, adam, decay)": (201, 26),
-    "carry_over, adam to skip(clip, adam)": (130, 26),
+    "skip(clip, adam, decay)": (199, 26),
+    "carry_over, adam to skip(clip, adam)": (128, 26),
 }
 
 

@@ -296,7 +296,7 @@ def test_nobody_else_looks_into_packed_trees(name):
 # files that name private modules. Who adds, takes out as much; a table of messages, figures or
 # mutations is data, in `tests/data`.
 TESTS = [*sorted((PACKAGE.parent / "tests").rglob("*.py")), PACKAGE.parent / "conftest.py"]
-LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 24_245, 40
+LINES_OF_TESTS, NAMING_PRIVATE_MODULES = 24_000, 40
 
 
 @pytest.mark.ci

@@ -107,14 +107,13 @@ class SavedCall:
     def begin(self, after: Cotangents) -> Flow:
         """Cotangents behind the last layer."""
         others, _, _, xs = self._call.parts(self._varied)
-        zeros = [
-            [
-                numerics.zeros_like(host_memory.to_device(x)) if use else None
-                for x, use in zip(arrays, varied, strict=True)
-            ]
-            for arrays, varied in ((self._others, others), (self._xs, xs))
-        ]
-        return Flow(zeros[0], after, zeros[1])
+
+        def zeros(arrays: Arrays, varied: Sequence[bool]) -> Cotangents:
+            pairs = zip(arrays, varied, strict=True)
+            to_device = host_memory.to_device
+            return [numerics.zeros_like(to_device(x)) if use else None for x, use in pairs]
+
+        return Flow(zeros(self._others, others), after, zeros(self._xs, xs))
 
     def pull(
         self, ys: Cotangents, i: jax.Array, ones: Arrays, flow: Flow

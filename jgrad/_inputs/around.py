@@ -21,7 +21,7 @@ shows what each of these saves.
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -31,6 +31,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.inputs import Inputs, keeping_update
+from jgrad._trees import checks
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 from jgrad._trees.told import trace_state
@@ -57,7 +58,7 @@ class Commit:
         outer: "Commit | None" = None,
         *,
         clips: bool,
-        judged: Iterable[jax.Array] | None = None,
+        judged: PyTree = None,
         agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
     ) -> None:
         """Of one update.
@@ -72,7 +73,7 @@ class Commit:
         self.by_this, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
         self.clips: bool = clips or (outer is not None and outer.clips)
         self._joined: jax.Array | None = None
-        self._judged = None if judged is None else {id(g): g for g in judged}
+        self._judged = judged
         # With the arrays, so that no others get their identities.
         self._settled: dict[int, tuple[Leaf, Leaf]] = {}
         self.left_out: dict[int, Leaf] | None = None
@@ -96,8 +97,10 @@ class Commit:
         """
         if self._outer is not None:
             self._outer.take_finite(finite, gradients)
-        if self._judged is not None and self._judged.keys() <= set(map(id, gradients)):
-            self.by_this = self._agreed(finite)
+        if self._judged is not None:
+            judged = filter(checks.is_inexact, jax.tree.leaves(self._judged))
+            if set(map(id, judged)) <= set(map(id, gradients)):
+                self.by_this = self._agreed(finite)
 
     def settle(self, new: PyTree, old: PyTree = None) -> None:
         """Says that arrays are right whatever the decision is.

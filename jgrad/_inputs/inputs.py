@@ -63,6 +63,8 @@ class Parameters:
 
     def updated(self) -> Self:
         """The same, with the arrays alone that are updated."""
+        if all(self.is_updated):
+            return self
         new = copy.copy(self)
         new.rows = list(itertools.compress(self.rows, self.is_updated))
         new.reference = self.reference.at(new.rows)

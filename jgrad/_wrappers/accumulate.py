@@ -382,7 +382,7 @@ class _Window:
         mean: bool,
     ) -> None:
         self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
-        self.updated = inputs if all(inputs.is_updated) else inputs.updated()
+        self.updated = inputs.updated()
         self._old = inputs.moment("state.total", state.total) if self.has_sum else []
         self.sums: Sums = {i: x for i, x in enumerate(self._old) if x is not None}
         # Of the leaves with a gradient.

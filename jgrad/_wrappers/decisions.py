@@ -56,8 +56,9 @@ def stays_finite(pairs: Iterable[tuple[Leaf, Leaf]], mesh_axes: tuple[str, ...])
 def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
     """Whether all calls, of which each is 0 or NaN, are 0."""
     faults = leafwise.run(calls)
-    stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
-    flag = agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
+    while len(faults) > _TOGETHER:
+        faults = [_worst(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
+    flag = agreed(_worst(faults) == 0 if faults else jnp.asarray(True), mesh_axes)
     everywhere: jax.Array = over_shares("skip_nonfinite", EVERY, flag)
     return everywhere
 
@@ -69,17 +70,11 @@ def computed_once(flag: jax.Array) -> jax.Array:
 
 
 @jit_static_kwargs
-def _stacked(faults: list[jax.Array]) -> jax.Array:
-    return jnp.stack(faults)
-
-
-@jit_static_kwargs
-def _none_of(stacks: list[jax.Array]) -> jax.Array:
+def _worst(faults: list[jax.Array]) -> jax.Array:
     # By a sort, which puts NaN last. XLA would fuse a chain of `and`s over all leaves into each
     # kernel that reads the result, for every leaf: compile time would be quadratic in the leaves.
     # A sort is not fused, and unlike a loop or a branch it does not make an accelerator wait.
-    faults = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
-    return jnp.sort(faults)[-1] == 0
+    return jnp.sort(jnp.stack(faults))[-1]
 
 
 @jit_static_kwargs
@@ -130,7 +125,8 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
 
     All parameters vary along them, and none is said to be sharded over them.
     """
-    varying = _varying_axes(params)
+    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
+    varying = [set(shardings.varying_axes(x)) for x in arrays if checks.is_inexact(x)]
     if not any(varying):
         return ()
     named = all_names(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
@@ -143,15 +139,6 @@ def of_models(function: str, params: PyTree, value: float) -> jax.Array:
         jnp.full((), value, jnp.float32), axes_of_models(function, params)
     )
     return x
-
-
-def _varying_axes(params: PyTree) -> list[set[str]]:
-    """The mesh axes along which each parameter varies, as its type says."""
-    return [
-        set(shardings.varying_axes(x))
-        for x in jax.tree.leaves(params)
-        if isinstance(x, jax.Array) and checks.is_inexact(x)
-    ]
 
 
 def as_updated(
@@ -169,7 +156,7 @@ def as_updated(
     vary, until one changes no type: one counter may decide about another. If that needs arguments
     of its own, all varies along the `axes_of_models`.
     """
-    if not any(_varying_axes(params)):
+    if not shardings.varying_axes(*filter(checks.is_inexact, jax.tree.leaves(params))):
         return state
 
     def dry(params: PyTree, state: T) -> T:
@@ -245,7 +232,10 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     """
     if isinstance(use, jax.core.Tracer):
         names = shardings.varying_axes(use)
-        branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
+        branches = [
+            lambda: shardings.varying_over(otherwise(), names),
+            lambda: shardings.varying_over(then(), names),
+        ]
         # XLA copies what a branch returns unchanged, unless it is the first branch. On GPUs, it
         # swaps the branches of a bool, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)

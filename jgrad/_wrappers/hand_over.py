@@ -133,9 +133,7 @@ class RejectingInputs(WrapperInputs):
           judged_on: if the flag says whether the gradients are finite, the mesh axes along which
             devices agree about it.
         """
-        judged = (
-            None if judged_on is None else filter(checks.is_inexact, jax.tree.leaves(gradients))
-        )
+        judged = None if judged_on is None else gradients
         agreed = functools.partial(decisions.agreed, mesh_axes=judged_on or ())
         commit = Commit(flag, self.outer, clips=clips, judged=judged, agreed=agreed)
         finite = self.finite if judged_on is None else flag

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, origin
+from jgrad._inputs.around import origin, run_and_say
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
@@ -151,9 +150,7 @@ def skip_nonfinite(
         if loss_scale is not None:
             updated = inputs.updated()
             _check_unclipped(updated)
-            leaves = apply(rules.divide, updated.g, state.loss_scale)
-            for x, g in zip(leaves, updated.g, strict=True):
-                made_of(x, rules.divide, g, state.loss_scale)
+            leaves = run_and_say([(rules.divide, (g, state.loss_scale)) for g in updated.g])
             unscaled = updated.gradients(leaves)
         finite = all_finite(leaves, sharded_over)
         if inputs.finite is not None:

@@ -469,28 +469,6 @@ def test_zeros_of_zeros():
             normalized(RATE, epsilon=0.0)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda beta, mw: beta * mw,
-        lambda beta, mw: mw * beta,
-        lambda beta, mw: (1 - beta) * mw,
-        lambda beta, mw: mw + beta,
-        lambda beta, mw: mw / beta,
-        lambda beta, mw: beta**2 * mw,
-        lambda beta, mw: beta.value * mw - beta,
-    ],
-)
-def test_a_beta_in_arithmetic(use):
-    """The likeliest mistake."""
-
-    def wrong(g, mw, *, beta1=0.9):
-        return g, use(beta1, mw)
-
-    text = "optimizer_of_leaf: a number named `beta...` in arithmetic, expected `.value`, `.complement` or `.correction` of it."
-    assert_error(TypeError, text, lambda: jgrad.optimizer_of_leaf(wrong))
-
-
 @pytest.mark.not_in_jax_0_8("traces")
 def test_it_goes_with_its_last_use():
     """In a loop over functions nothing stays of them, but for what JAX has in its caches."""
