@@ -138,14 +138,12 @@ def typed_as(x: jax.Array, tangent: ArrayLike) -> jax.Array:
 
 def is_real_floating(x: Leaf) -> bool:
     """Whether an output can be differentiated."""
-    return isinstance(x, float) or (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating))
+    return isinstance(x, float) or checks.is_real(x)
 
 
 def _is_floating(x: Leaf) -> bool:
     """Whether a leaf of an argument is differentiated."""
-    return isinstance(x, (float, complex)) or (
-        checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    return isinstance(x, (float, complex)) or checks.is_inexact(x)
 
 
 def _signature(x: Leaf) -> tuple[tuple[int, ...], np.dtype | None]:
