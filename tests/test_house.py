@@ -162,7 +162,7 @@ CLOSURES = {
     "_optimizers/lamb.py": (28, 3_630),
     "_wrappers/clip.py": (23, 3_080),
     "_wrappers/skip_nonfinite.py": (27, 3_590),
-    "_backward/step_in_backward.py": (36, 4_810),
+    "_backward/step_in_backward.py": (36, 4_740),
 }
 
 
