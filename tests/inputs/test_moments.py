@@ -12,7 +12,6 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
 from tests.support.eight_bits import unquantized
@@ -88,14 +87,6 @@ def test_moments_that_go_around_the_door(moment_dtype):
     tx = lion(moment_dtype, "rules.average(")
     with pytest.raises(TypeError, match="jgrad: a function of one leaf wrote no new moment"):
         tx.update(GRADS[0], tx.init(W), W)
-
-
-def test_an_array_in_the_place_of_codes():
-    state = lion("8bit").init(W)
-    old = jax.tree.leaves(state.mw, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
-    inputs = Inputs("lion", GRADS[0], W)
-    message = "lion: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
-    assert_error(TypeError, message, lambda: inputs.kept([W["b"], W["w"]], old))
 
 
 def test_a_moment_that_the_method_does_not_have():
