@@ -27,7 +27,7 @@ import jax
 import pytest
 from hypothesis import settings
 
-from tests.support import choice
+from tests.support import choice, oldest
 from tests.support.precision import in_64_bits
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -167,6 +167,11 @@ def as_users_run_it(standard_promotion):
 def _fresh_trace_counts():
     """`chex.assert_max_traces` counts by the function's name, across tests."""
     chex.clear_trace_counter()
+
+
+def pytest_runtest_setup(item):
+    for marker in item.iter_markers("not_in_jax_0_8"):
+        oldest.skip(*marker.args)
 
 
 @pytest.hookimpl(trylast=True)

@@ -102,6 +102,7 @@ class TracedLoss:
 
     Attributes:
       calls: of `scan_layers`, in order.
+      stacks: the variables of all stacked leaves.
       form: the structure of what the loss returns.
       lines: what it does.
       differentiable: the variables that have cotangents.
@@ -113,20 +114,20 @@ class TracedLoss:
         self, loss: Callable[..., PyTree], params: PyTree, args: Sequence[PyTree], *, has_aux: bool
     ) -> None:
         """Of arrays, which may be traced."""
-        leaves, structure = _flat(params)
         # `block` sees its layer on the device, where the driver fetches it to.
-        leaves = list(map(host_memory.as_on_device, leaves))
-        closed, result = traced(lambda leaves: loss(structure.unflatten(leaves), *args), leaves)
+        on_device = jax.tree.map(host_memory.as_on_device, params)
+        closed, result = traced(lambda params: loss(params, *args), on_device)
         if any(_is_seen_through(eqn, closed.jaxpr) for eqn in closed.jaxpr.eqns):
-            closed, _ = traced(functools.partial(_seen_through, closed), leaves)
+            closed, _ = traced(functools.partial(_seen_through, closed), jax.tree.leaves(on_device))
         self.jaxpr, self.consts, self._paths = closed.jaxpr, closed.consts, trees.paths(params)
         lines = self._lines()
         self.calls = [line.call for line in lines if line.call is not None]
+        self.stacks = {x for call in self.calls for x in call.stacks}
         if not self.calls:
             expected = "expected one, which says where the layers are"
             raise ValueError(f"{_NAME}: `loss`: no call of `scan_layers`, {expected}.")
         _check_value(result, has_aux)
-        self.form = _flat(result)[1]
+        self.form: Structure = jax.tree.structure(result)
         self.differentiable = self._between_parameters_and_value(lines)
         lines_of_value = [x for x in lines if x.call or not self.differentiable.isdisjoint(x.makes)]
         self._check_stacks(lines_of_value)
@@ -141,11 +142,6 @@ class TracedLoss:
             for call in self.calls
             for i, cut in zip(call.positions, call.cuts, strict=True)
         }
-
-    @property
-    def stacks(self) -> set[Atom]:
-        """The variables of all stacked leaves."""
-        return {x for call in self.calls for x in call.stacks}
 
     def _lines(self) -> list[_Line]:
         """What the loss does; of its calls of `scan_layers` those that update their layers.
@@ -263,10 +259,10 @@ class TracedLoss:
 
     def _check_stacks(self, lines: Sequence[_Line]) -> None:
         """Only one call reads a stack in what is differentiated: another would see new weights."""
-        stacks, read, called = self.stacks, set[Atom](), set[Atom]()
+        read, called = set[Atom](), set[Atom]()
         for line in lines:
             stacks_of_call = [] if line.call is None else line.call.stacks
-            now = [x for x in line.reads if x in stacks]
+            now = [x for x in line.reads if x in self.stacks]
             twice = read.intersection(now) | {
                 x for x in now if now.count(x) > stacks_of_call.count(x)
             }
@@ -409,8 +405,3 @@ def _check_value(result: PyTree, has_aux: bool) -> None:
         came = in_short(value) if is_array else type(value).__name__
         hint = "; use `has_aux=True` for a pair" if is_pair else ""
         raise TypeError(f"{_NAME}: `loss` returns {came}, expected a real floating scalar{hint}.")
-
-
-def _flat(tree: PyTree) -> tuple[Arrays, Structure]:
-    leaves, structure = jax.tree.flatten(tree)
-    return leaves, structure

@@ -107,14 +107,13 @@ class SavedCall:
     def begin(self, after: Cotangents) -> Flow:
         """Cotangents behind the last layer."""
         others, _, _, xs = self._call.parts(self._varied)
-        zeros = [
-            [
-                numerics.zeros_like(host_memory.to_device(x)) if use else None
-                for x, use in zip(arrays, varied, strict=True)
-            ]
-            for arrays, varied in ((self._others, others), (self._xs, xs))
-        ]
-        return Flow(zeros[0], after, zeros[1])
+
+        def zeros(arrays: Arrays, varied: Sequence[bool]) -> Cotangents:
+            pairs = zip(arrays, varied, strict=True)
+            to_device = host_memory.to_device
+            return [numerics.zeros_like(to_device(x)) if use else None for x, use in pairs]
+
+        return Flow(zeros(self._others, others), after, zeros(self._xs, xs))
 
     def pull(
         self, ys: Cotangents, i: jax.Array, ones: Arrays, flow: Flow
@@ -133,8 +132,8 @@ class SavedCall:
 
         call, (structure, sources) = self._call, self._form
         carries = [None] * len(call.carry)
-        xs = host_memory.to_device(list(map(at, self._xs)))
-        operands = [*self._others, *carries, *self._layer(ones), *xs]
+        fetched = host_memory.to_device(list(map(at, self._xs)))
+        operands = [*self._others, *carries, *self._layer(ones), *fetched]
         arrays = [*operands, *map(at, self._stored)]
         pull = structure.unflatten([arrays[k] if isinstance(k, int) else k for k in sources])
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]

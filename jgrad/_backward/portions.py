@@ -6,9 +6,8 @@ arrays of a state belong to a stack, and along which axis they are cut, `tx.init
 leaves of the stack alone, and again for a stack of many times as many layers.
 """
 
-import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 import optax
 
 from jgrad._trees import checks, forms, host_memory, shares, trees
+from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.shares import Share
 from jgrad._trees.told import telling
@@ -47,24 +47,27 @@ class Cut(NamedTuple):
     axis: int
     length: int
 
-    def out_of(self, x: jax.Array, i: jax.Array | int) -> jax.Array:
-        """Layer `i`."""
+    def out_of(self, x: jax.Array, i: jax.Array | int | None) -> jax.Array:
+        """Layer `i`; for None all of it."""
+        if self is SAME or i is None:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, i * self.length, self.length, self.axis)
+
+    def grown(self, x: jax.ShapeDtypeStruct, layers: int) -> jax.ShapeDtypeStruct:
+        """The array with so many layers."""
         if self is SAME:
             return x
-        start = i * self.length
-        layer: jax.Array = jax.lax.dynamic_slice_in_dim(x, start, self.length, self.axis)
-        return layer
+        shape = *x.shape[: self.axis], layers * self.length, *x.shape[self.axis + 1 :]
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
     def put(self, x: jax.Array, layer: jax.Array, i: jax.Array | int) -> jax.Array:
         """The array with layer `i`."""
         if self is SAME:
             return layer
-        start = i * self.length
-        new: jax.Array = jax.lax.dynamic_update_slice_in_dim(x, layer, start, self.axis)
-        return new
+        return jax.lax.dynamic_update_slice_in_dim(x, layer, i * self.length, self.axis)
 
 
-SAME = Cut(-1, 0)  # for what has no layers, such as the learning rate of a stack
+SAME = Cut(-1, 0)  # of what has no layers, such as a leaf in no stack, or the rate of a stack
 
 
 class Portion(NamedTuple):
@@ -72,7 +75,7 @@ class Portion(NamedTuple):
 
     Attributes:
       positions: of its leaves among those of the parameters.
-      weight_cuts: where each leaf is cut; none of leaves in no stack.
+      weight_cuts: where each leaf is cut.
       layers: how many; None of leaves in no stack. Slices of rows are layers, too.
       structure: of its state, when it is alone.
       cuts: for each array of that the position in the whole state, and where it is cut; None for
@@ -84,11 +87,6 @@ class Portion(NamedTuple):
     layers: int | None
     structure: Structure
     cuts: list[tuple[int, Cut | None]]
-
-    @property
-    def axes(self) -> list[int]:
-        """Of each leaf that of its layers."""
-        return [cut.axis for cut in self.weight_cuts]
 
     @property
     def owned(self) -> list[bool]:
@@ -152,6 +150,7 @@ class Whole:
       tx: the transformation.
       shapes: of the parameters, by path.
       structure: of the parameters.
+      state_shapes: those of the arrays of the state, with codes for words.
     """
 
     def __init__(
@@ -161,9 +160,11 @@ class Whole:
         self.structure: Structure = jax.tree.structure(params)
         self._stored = [np.shape(x) for x in jax.tree.leaves(state)]
         arrays = jax.tree_util.tree_leaves_with_path(_shapes(state))
-        self._paths = [jax.tree_util.keystr(path) for path, _ in arrays]
-        self._in_codes = [np.shape(x) for _, x in arrays]
-        self._known = {path: (i, np.shape(x)) for i, (path, x) in enumerate(arrays)}
+        self._position_of = {path: i for i, (path, _) in enumerate(arrays)}
+        shapes = [np.shape(x) for _, x in arrays]
+        self.state_shapes = ArgLeaves(
+            _NAME, "state", shapes, lambda: list(map(jax.tree_util.keystr, self._position_of))
+        )
 
     def stack(
         self, positions: Sequence[int], cuts_of_leaves: Sequence[Cut], layers: int
@@ -175,7 +176,7 @@ class Whole:
         many, _ = begun(layers * _MANY)
         cuts: list[tuple[int, Cut | None]] = []
         for path, x in some.items():
-            i = self._position(path, x.shape, axes_of_leaves[0])
+            i = self._checked_position(path, x.shape, axes_of_leaves[0])
             others, count = many, layers * _MANY
             if path not in many:  # not yet large enough for 8 bits: as with one layer
                 others, count = begun(1)[0], 1
@@ -192,18 +193,18 @@ class Whole:
                 came = f"shape {x.shape} of {layers} layers"
                 k = max(axes_of_leaves)
                 expected = _BLOCKS.format("the last axis" if k else "each layer", k)
-                where = checks.at(self._paths[i])
-                raise ValueError(f"{_NAME}: `state`{where}: {came}, {expected}.")
+                self.state_shapes.fail(i, ValueError, f"{came}, {expected}")
             cuts.append((i, self._as_stored(i, Cut(axis, x.shape[axis] // layers))))
         return Portion(tuple(positions), tuple(cuts_of_leaves), layers, structure, cuts)
 
     def _as_stored(self, i: int, cut: Cut) -> Cut:
         """Where an array is cut, of which four rows may be one of words."""
-        length, rest = divmod(cut.length * self._stored[i][cut.axis], self._in_codes[i][cut.axis])
+        rows, rows_of_codes = (x[i][cut.axis] for x in (self._stored, self.state_shapes.leaves))
+        length, rest = divmod(cut.length * rows, rows_of_codes)
         if rest:
             came = "codes of several layers in a word, as `offload` has them in host memory"
             expected = "expected layers along the first axis, or codes as `unpack` makes them"
-            raise ValueError(f"{_NAME}: `state`{checks.at(self._paths[i])}: {came}, {expected}.")
+            self.state_shapes.fail(i, ValueError, f"{came}, {expected}")
         return Cut(cut.axis, length)
 
     def rows(self, i: int) -> Portion | None:
@@ -219,22 +220,23 @@ class Whole:
 
     def leaves(self, positions: Sequence[int]) -> Portion:
         """That of leaves in no stack, and all that is of no layer."""
-        some, structure = self._begun(positions, None, (), 0)
+        weight_cuts = (SAME,) * len(positions)
+        some, structure = self._begun(positions, None, weight_cuts, 1)
         cuts: list[tuple[int, Cut | None]] = [
-            (self._position(path, x.shape), SAME) for path, x in some.items()
+            (self._checked_position(path, x.shape), SAME) for path, x in some.items()
         ]
-        return Portion(tuple(positions), (), None, structure, cuts)
+        return Portion(tuple(positions), weight_cuts, None, structure, cuts)
 
     def rest(self, portions: Sequence[Portion]) -> Portion:
         """That of all leaves in no other."""
         taken = {i for portion in portions for i in portion.positions}
         rest = self.leaves([i for i in range(self.structure.num_leaves) if i not in taken])
         here = {i for portion in (rest, *portions) for i, _ in portion.cuts}
-        for i, path in enumerate(self._paths):
+        for i in range(len(self._stored)):
             if i not in here:
                 came = "an array that `tx.init` makes of no layer, nor of all leaves in no stack"
                 expected = "expected one of all leaves at once to be left out"
-                raise ValueError(f"{_NAME}: `state`{checks.at(path)}: {came}; {expected}.")
+                self.state_shapes.fail(i, ValueError, f"{came}; {expected}")
         return rest
 
     def _begun(
@@ -245,17 +247,12 @@ class Whole:
         Args:
           positions: of the leaves.
           layer: which layer they are; None for what is in no stack.
-          cuts: where each leaf has its layers; none for what is in no stack.
+          cuts: where each leaf has its layers.
           layers: how many they are to have.
         """
         shapes = list(self.shapes.values())
-        leaves = [shapes[i] for i in positions]
-        if cuts:
-            pairs = zip(leaves, cuts, strict=True)
-            leaves = [
-                jax.ShapeDtypeStruct((*x.shape[:k], layers * n, *x.shape[k + 1 :]), x.dtype)
-                for x, (k, n) in pairs
-            ]
+        columns = zip(map(shapes.__getitem__, positions), cuts, strict=True)
+        leaves = [cut.grown(x, layers) for x, cut in columns]
         with telling(share=Share(layer, shapes=self.shapes, begins=True)):
             state = self._init(tree_of_share(self.structure, positions, leaves))
         arrays, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -265,9 +262,10 @@ class Whole:
         # A new function, because JAX caches traces, and does not compare what is told.
         return forms.to_codes(jax.eval_shape(functools.partial(self.tx.init), shapes))
 
-    def _position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
+    def _checked_position(self, path: KeyPath, shape: tuple[int, ...], axis: int = 0) -> int:
         """Of the array of the state with that path and shape, which may be of layers there."""
-        i, shape_here = self._known.get(path, (-1, None))
+        i = self._position_of.get(path, -1)
+        shape_here = self.state_shapes.leaves[i] if path in self._position_of else None
         if shape_here != shape:
             not_packed("state", self._state)
             with telling(stacks={}):
@@ -297,53 +295,58 @@ class Owned(NamedTuple):
     state: list[jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """See above.
+class Start(NamedTuple):
+    """What the update of a share starts from.
+
+    Attributes:
+      layer: its number; None of what is in no stack.
+      gradients: of the leaves of the share; None for a leaf that has none.
+      weights: these leaves.
+      state: the arrays of its state.
+    """
+
+    layer: jax.Array | int | None
+    gradients: Sequence[jax.Array | None]
+    weights: list[jax.Array]
+    state: list[jax.Array]
+
+
+class Model(NamedTuple):
+    """The arrays of parameters and state, which shares replace one after the other.
 
     Attributes:
       leaves: of the parameters.
       state: the arrays of the state.
-      structures: of both trees.
     """
 
     leaves: Sequence[jax.Array]
     state: Sequence[jax.Array]
-    structures: tuple[Structure, Structure]
-
-    @classmethod
-    def from_trees(cls, params: PyTree, state: PyTree) -> "Model":
-        """Of parameters and a state."""
-        both = jax.tree.flatten(params), jax.tree.flatten(state)
-        return cls(both[0][0], both[1][0], (both[0][1], both[1][1]))
-
-    def trees(self) -> tuple[PyTree, PyTree]:
-        """Parameters and state."""
-        params_form, state_form = self.structures
-        return params_form.unflatten(self.leaves), state_form.unflatten(self.state)
 
     def weights_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The leaves of a share, in one of its layers if it has some, on the device."""
-        leaves = [self.leaves[i] for i in portion.positions]
-        if layer is not None:
-            cuts = zip(portion.weight_cuts, leaves, strict=True)
-            leaves = [cut.out_of(x, layer) for cut, x in cuts]
-        fetched: list[jax.Array] = host_memory.to_device(leaves)
-        return fetched
+        cuts = zip(portion.positions, portion.weight_cuts, strict=True)
+        return host_memory.to_device([cut.out_of(self.leaves[i], layer) for i, cut in cuts])
 
     def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The arrays of the state of a share, likewise."""
-        arrays: list[jax.Array] = [
-            self.state[i] if cut is None or layer is None else cut.out_of(self.state[i], layer)
-            for i, cut in portion.cuts
-        ]
-        fetched: list[jax.Array] = host_memory.to_device(arrays)
-        return fetched
+        return host_memory.to_device(
+            [(cut or SAME).out_of(self.state[i], layer) for i, cut in portion.cuts]
+        )
+
+    def start(
+        self,
+        portion: Portion,
+        gradients: Sequence[jax.Array | None],
+        layer: jax.Array | int | None = None,
+    ) -> Start:
+        """What the update of a share starts from, or that of one of its layers."""
+        return Start(
+            layer, gradients, self.weights_of(portion, layer), self.state_of(portion, layer)
+        )
 
     def kept(self, portion: Portion, new: Owned) -> Owned:
         """What an update of a share has made, each array where the old one lies."""
-        kept: Owned = host_memory.where_they_lay(new, self.owned(portion))
-        return kept
+        return host_memory.where_they_lay(new, self.owned(portion))
 
     def owned(self, portion: Portion) -> Owned:
         """What a share replaces."""
@@ -352,20 +355,13 @@ class Model:
 
     def replaced(self, portion: Portion, new: Owned, *, in_loop: bool = False) -> "Model":
         """The same, with other arrays of a share; in a loop, numbers of the stack are still old."""
-        cuts = zip(portion.owned_cuts, new.state, strict=True)
-        state = {i: x for (i, cut), x in cuts if not (in_loop and cut is SAME)}
-        return dataclasses.replace(
-            self,
-            leaves=_replaced(self.leaves, dict(zip(portion.positions, new.weights, strict=True))),
-            state=_replaced(self.state, state),
-        )
-
-    def all_replaced(self, portions: Iterable[Portion], new: Iterable[Owned]) -> "Model":
-        """The same, with other arrays of some shares."""
-        model = self
-        for portion, arrays in zip(portions, new, strict=True):
-            model = model.replaced(portion, arrays)
-        return model
+        leaves, state = list(self.leaves), list(self.state)
+        for i, x in zip(portion.positions, new.weights, strict=True):
+            leaves[i] = x
+        for (i, cut), x in zip(portion.owned_cuts, new.state, strict=True):
+            if not (in_loop and cut is SAME):
+                state[i] = x
+        return Model(leaves, state)
 
 
 def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int) -> Owned:
@@ -376,7 +372,3 @@ def with_layer(portion: Portion, owned: Owned, layer: Owned, i: jax.Array | int)
         [cut.put(x, new, i) for cut, x, new in weights],
         [cut.put(x, new, i) for (_, cut), x, new in state],
     )
-
-
-def _replaced(arrays: Sequence[jax.Array], new: Mapping[int, jax.Array]) -> list[jax.Array]:
-    return [new.get(i, x) for i, x in enumerate(arrays)]

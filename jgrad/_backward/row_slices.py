@@ -11,12 +11,10 @@ from typing import NamedTuple
 import jax
 
 from jgrad._backward.portions import Model, Owned, Portion, Whole, with_layer
-from jgrad._backward.share_updates import ShareUpdate, Start, pruned
+from jgrad._backward.share_updates import ShareUpdate, pruned
 from jgrad._trees import host_memory
 from jgrad._trees.shares import Numbers
 
-# The update of a share, and the types of what it is given.
-UpdateOf = Callable[[Portion], tuple[ShareUpdate, Start]]
 # (first, body, what it carries) -> what it carried in the end
 Loop = Callable[[int, Callable[[jax.Array, Owned], Owned], Owned], Owned]
 
@@ -40,7 +38,7 @@ def updates_of_rows(
     model: Model,
     positions: Sequence[int],
     rest: Portion,
-    update_of: UpdateOf,
+    update_of: Callable[[Portion], ShareUpdate],
 ) -> list[ShareUpdate]:
     """The updates of slices, of those leaves whose method is elementwise, and that can be cut so.
 
@@ -49,20 +47,11 @@ def updates_of_rows(
       model: where arrays lie.
       positions: of leaves in no stack, whose rows are not sharded.
       rest: owns what is of no leaf.
-      update_of: see there.
+      update_of: that of a share.
     """
-    updates = []
-    for i in positions:
-        rows = whole.rows(i)
-        if rows is None:
-            continue
-        rows = rows.without_those_of(rest)
-        if host_memory.place_on_host(model.owned(rows)) is None:
-            continue
-        update, start = update_of(rows)
-        if update.is_elementwise(start):
-            updates.append(update)
-    return updates
+    portions = [x.without_those_of(rest) for x in map(whole.rows, positions) if x is not None]
+    on_host = [x for x in portions if host_memory.place_on_host(model.owned(x)) is not None]
+    return [x for x in map(update_of, on_host) if x.is_elementwise()]
 
 
 def parts(
@@ -75,8 +64,7 @@ def parts(
 
     def numbers_of(gradients_given: list[jax.Array | None]) -> Numbers:
         # The parts read no state, so that it is not fetched.
-        weights, state = model.weights_of(portion, None), model.state_of(portion, None)
-        result = update(Start(None, gradients_given, weights, state), known)
+        result = update(model.start(portion, gradients_given), known)
         return {key: x for key, x in result.parts.items() if key not in known}
 
     numbers: Numbers = pruned(numbers_of, [gradients[i] for i in portion.positions])
@@ -94,8 +82,8 @@ def updated(
     def body(i: jax.Array, owned: Owned) -> Owned:
         now = model.replaced(portion, owned, in_loop=True)
         gradient_slice = None if gradient is None else cut.out_of(gradient, i)
-        start = Start(i, [gradient_slice], now.weights_of(portion, i), now.state_of(portion, i))
-        new = pruned(lambda start: update.owned(update(start, known)), start)
+        start = now.start(portion, [gradient_slice], i)
+        new = pruned(lambda start: update(start, known).owned, start)
         return with_layer(portion, owned, model.kept(portion, new), i)
 
     return loop(portion.layers, body, model.owned(portion))

@@ -10,22 +10,26 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from jgrad._arithmetic import elementwise
-from jgrad._arithmetic.programs import Atom, Equation, Program, traced
+from jgrad._arithmetic.programs import Atom, ClosedProgram, Equation, Program, traced
 from jgrad._backward.portions import (
     SAME,
     Cut,
+    Model,
     Owned,
     Portion,
+    Start,
     Whole,
     leaves_of_share,
     tree_of_share,
 )
-from jgrad._trees import checks, forms, shares
+from jgrad._trees import forms, shares
+from jgrad._trees.places import whole_along
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 from jgrad._trees.shares import Key, Numbers, Share
@@ -50,26 +54,8 @@ _OF_DEVICES = {
 }
 # Primitives of this library that are right of a slice of rows, too: see `is_elementwise`.
 _OF_ROWS = {"iota", "jgrad_leaf_step"}
-_AROUND = {"_in_shares", "chain", "with_extra_args_support"}  # of what has no such function
+_AROUND = {"transformation", "chain", "with_extra_args_support"}  # of what has no such function
 _UPDATE = re.compile(r"(\w+)\.<locals>\.update")
-
-
-def check(update: Callable[..., PyTree], layer: PyTree, stack: PyTree) -> None:
-    """An error where another library does something else.
-
-    Args:
-      update: of a share, in which all that is jgrad's is marked.
-      layer: its argument.
-      stack: the same for all layers at once.
-    """
-    programs = [traced(update, x)[0].jaxpr for x in (layer, stack)]
-    in_layer, in_stack = (list(_foreign_operations(program.eqns)) for program in programs)
-    for outer, equation in (*in_layer, *in_stack):
-        if _mixes(equation):
-            _refuse(outer, f"`{equation.primitive.name}`, which mixes elements")
-    for a, b in itertools.zip_longest(in_layer, in_stack):
-        if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
-            _refuse((a or b)[0], "something else of a layer than of its stack, by its shape")
 
 
 def _mixes(equation: Equation) -> bool:
@@ -78,16 +64,12 @@ def _mixes(equation: Equation) -> bool:
     return name not in _OF_DEVICES and elementwise.mixes(equation, lambda shape: shape != ())
 
 
-def _refuse(equation: Equation, does: str) -> None:
-    name = _maker(equation)
+def _refuse(name: str, does: str, remedy: str = "") -> NoReturn:
+    """An error of what another library's transformation of that name computes."""
     ours = f"use {_OURS[name]}, or the ordinary step" if name in _OURS else "use the ordinary step"
-    raise _error(name, does, ours)
-
-
-def _error(name: str, does: str, remedy: str) -> ValueError:
     who = f"`{name}` of another library" if name else "a transformation of another library"
-    return ValueError(
-        f"{_NAME}: `tx`: {who} computes {does}. It sees one layer at a time: {remedy}."
+    raise ValueError(
+        f"{_NAME}: `tx`: {who} computes {does}. It sees one layer at a time: {remedy or ours}."
     )
 
 
@@ -111,7 +93,7 @@ def _foreign_operations(
 
 
 def _hands_on(program: Program, inputs: Sequence[object], results: Sequence[Atom]) -> bool:
-    """Whether another library makes arrays of which weights are made.
+    """Whether another library makes arrays of which weights are result.
 
     A number counts if it is of gradients and some weight is one; not the rates of
     `optax.inject_hyperparams`.
@@ -156,34 +138,18 @@ Arrays = list[jax.Array]
 core = Unpromised("`step_in_backward`")
 
 
-class Start(NamedTuple):
-    """What the update of a share starts from.
-
-    Attributes:
-      layer: its number; None of what is in no stack.
-      gradients: of the leaves of the share; None for a leaf that has none.
-      weights: these leaves.
-      state: the arrays of its state.
-    """
-
-    layer: jax.Array | int | None
-    gradients: list[jax.Array | None]
-    weights: Arrays
-    state: Arrays
-
-
 class Made(NamedTuple):
     """What it makes.
 
     Attributes:
-      weights: new ones.
-      state: the new arrays of its state.
+      owned: what takes the place of its own arrays.
       parts: its part of each number of all shares.
+      others: the new arrays of its state that are of no leaf alone.
     """
 
-    weights: Arrays
-    state: Arrays
+    owned: Owned
     parts: Numbers
+    others: Arrays
 
 
 class _Seen(NamedTuple):
@@ -213,9 +179,10 @@ class ShareUpdate:
     def __init__(
         self,
         whole: Whole,
-        portion: Portion,
-        mesh_axes: Sequence[Placement | None] | None,
+        model: Model,
+        places: Sequence[Placement | None],
         extra: Mapping[str, PyTree],
+        portion: Portion,
         *,
         elementwise: bool,
     ) -> None:
@@ -223,15 +190,18 @@ class ShareUpdate:
 
         Args:
           whole: the transformation, and all parameters.
-          portion: see above.
-          mesh_axes: how each leaf of the share is sharded, if the user says it.
+          model: all arrays.
+          places: how each leaf is sharded, if the user says it; else none.
           extra: other arguments of an update.
+          portion: see above.
           elementwise: whether the transformations of other libraries are.
         """
         self.portion, self.combines = portion, dict[Key, Combine]()
-        self._whole, self._extra = whole, extra
-        self._seen: _Seen | None = None
-        self._elementwise, self._mesh_axes = elementwise, mesh_axes
+        self._whole, self._model, self._extra = whole, model, extra
+        cuts = zip(portion.positions, portion.weight_cuts, strict=True) if places else ()
+        known = ((places[i], cut.axis) for i, cut in cuts)
+        self._mesh_axes = [place and whole_along(place, axis) for place, axis in known]
+        self._elementwise = elementwise
 
     def __call__(self, start: Start, known: Numbers, others: Numbers | None = None) -> Made:
         """One update.
@@ -241,14 +211,10 @@ class ShareUpdate:
           known: numbers of all shares.
           others: for those that are not known, the parts of all other shares.
         """
-        self._check_promise(start)
-        return self._run(start, known, others)
-
-    def _check_promise(self, start: Start) -> None:
-        if not self._elementwise and (seen := self._look(start)).is_foreign:
+        if not self._elementwise and self._seen.is_foreign:
             promise = "pass `elementwise=True` if it computes each element by itself"
-            remedy = f"{promise}, or use the ordinary step"
-            raise _error(seen.maker, "updates", remedy)
+            _refuse(self._seen.maker, "updates", f"{promise}, or use the ordinary step")
+        return self._run(start, known, others)
 
     def _run(
         self, start: Start, known: Numbers, others: Numbers | None = None, *, marks: bool = False
@@ -265,124 +231,132 @@ class ShareUpdate:
                 tree(start.gradients),
                 self.portion.structure.unflatten(start.state),
                 tree(start.weights),
-                mesh_axes=None if self._mesh_axes is None else tree(self._mesh_axes),
+                mesh_axes=tree(self._mesh_axes) if self._mesh_axes else None,
                 **self._extra,
             )
         self.combines |= {key: combine for key, (combine, _) in share.parts.items()}
         parts = {key: part for key, (_, part) in share.parts.items()}
-        weights = leaves_of_share(whole.structure, positions, params)
-        return Made(weights, jax.tree.leaves(state), parts)
+        weights: Arrays = leaves_of_share(whole.structure, positions, params)
+        arrays: Arrays = jax.tree.leaves(state)
+        own = list(itertools.compress(arrays, self.portion.owned))
+        are_others = map(operator.not_, self.portion.are_of_leaves)
+        return Made(Owned(weights, own), parts, list(itertools.compress(arrays, are_others)))
 
-    def owned(self, result: Made) -> Owned:
-        """What takes the place of its own arrays."""
-        pairs = zip(result.state, self.portion.owned, strict=True)
-        return Owned(result.weights, [x for x, use in pairs if use])
+    @functools.cached_property
+    def example(self) -> Start:
+        """The types of what an update is given: a gradient has that of its weight."""
+        layer = None if self.portion.layers is None else 0
+        model, portion = self._model, self.portion
+        weights, state = jax.eval_shape(
+            lambda: (model.weights_of(portion, layer), model.state_of(portion, layer))
+        )
+        gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
+        return Start(layer, gradients, weights, state)
 
-    def looks_at_several(self, start: Start) -> bool:
+    @property
+    def looks_at_several(self) -> bool:
         """Whether another library may compute something of several leaves, or of a whole one."""
-        seen = self._look(start)
-        return seen.mixes or seen.is_foreign
+        return self._seen.mixes or self._seen.is_foreign
 
-    def parts(self, start: Start) -> Numbers:
+    @property
+    def parts(self) -> Numbers:
         """The form of its parts."""
-        return self._look(start).parts
+        return self._seen.parts
 
-    def _look(self, start: Start) -> _Seen:
+    @functools.cached_property
+    def _seen(self) -> _Seen:
         """What its program shows."""
-        if self._seen is None:
-            run = functools.partial(self._run, known={}, marks=True)
-            closed, result = traced(run, start)
-            others = list(_foreign_operations(closed.jaxpr.eqns))
-            mixes = any(_mixes(equation) for _, equation in others)
-            program, weights = closed.jaxpr, len(result.weights)
-            state_arrays = len(jax.tree.leaves(start.state))
-            inputs = program.invars[: len(program.invars) - state_arrays]
-            is_foreign = _hands_on(program, inputs, program.outvars[:weights])
-            maker = next(filter(None, (_maker(outer) for outer, _ in others)), "")
-            self._seen = _Seen(result.parts, mixes, is_foreign, maker)
-        return self._seen
+        closed, result = self._marked(self.example)
+        others = list(_foreign_operations(closed.jaxpr.eqns))
+        mixes = any(_mixes(equation) for _, equation in others)
+        program, weights = closed.jaxpr, len(result.owned.weights)
+        inputs = program.invars[: len(program.invars) - len(self.example.state)]
+        is_foreign = _hands_on(program, inputs, program.outvars[:weights])
+        maker = next(filter(None, (_maker(outer) for outer, _ in others)), "")
+        return _Seen(result.parts, mixes, is_foreign, maker)
 
-    def _check_elements(self, layer: Start) -> None:
+    def _marked(self, start: Start) -> tuple[ClosedProgram, Made]:
+        """The program of an update in which all that is jgrad's is marked, and what it makes."""
+        return traced(functools.partial(self._run, known={}, marks=True), start)
+
+    def _program(self) -> tuple[ClosedProgram, Made]:
+        """The program of an update by numbers of all shares, and what it makes."""
+        return traced(lambda known, start: self(start, known), self.parts, self.example)
+
+    def _check_elements(self) -> None:
+        """An error where another library does something else of a layer than of its stack."""
+        layers = self.portion.layers or 1
+
         def many(x: Leaf, cut: Cut | None) -> Leaf:
             if x is None or cut is None or cut is SAME:
                 return x
-            return jax.lax.concatenate([x] * (self.portion.layers or 1), cut.axis)
+            return jax.lax.concatenate([x] * layers, cut.axis)
 
-        def stack(start: Start) -> Start:
-            state = zip(start.state, self.portion.cuts, strict=True)
-            cuts: Sequence[Cut | None] = self.portion.weight_cuts or [None] * len(start.weights)
-            return start._replace(
-                gradients=list(map(many, start.gradients, cuts)),
-                weights=list(map(many, start.weights, cuts)),
+        def stacked(layer: Start) -> Start:
+            cuts = self.portion.weight_cuts
+            state = zip(layer.state, self.portion.cuts, strict=True)
+            return layer._replace(
+                gradients=list(map(many, layer.gradients, cuts)),
+                weights=list(map(many, layer.weights, cuts)),
                 state=[many(x, cut) for x, (_, cut) in state],
             )
 
-        def update(start: Start) -> Made:
-            return self._run(start, {}, marks=True)
+        programs = map(self._marked, (self.example, jax.eval_shape(stacked, self.example)))
+        in_layer, in_stack = (list(_foreign_operations(x.jaxpr.eqns)) for x, _ in programs)
+        for outer, equation in (*in_layer, *in_stack):
+            if _mixes(equation):
+                _refuse(_maker(outer), f"`{equation.primitive.name}`, which mixes elements")
+        for a, b in itertools.zip_longest(in_layer, in_stack):
+            if not (a and b) or elementwise.operation(a[1]) != elementwise.operation(b[1]):
+                does = "something else of a layer than of its stack, by its shape"
+                _refuse(_maker((a or b)[0]), does)
 
-        check(update, layer, jax.eval_shape(stack, layer))
-
-    def numbers_read(self, start: Start) -> dict[Key | None, set[Key]]:
+    def numbers_read(self) -> dict[Key | None, set[Key]]:
         """Which numbers of all shares its own arrays need, by None; and which each number needs.
 
         What has no layers is the same for all of them: an error where it is computed of one. What
         other libraries do with a layer is checked, too.
         """
-        forms, mixes, is_foreign, _ = self._look(start)
-        if is_foreign:
-            self._check_elements(start)
-            self._check_promise(start)
-
-        def outputs(known: Numbers, start: Start) -> tuple[Owned, Numbers, Arrays]:
-            result = self(start, known)
-            pairs = zip(result.state, self.portion.are_of_leaves, strict=True)
-            return self.owned(result), result.parts, [x for x, use in pairs if not use]
-
-        closed, (owned, parts, others) = traced(outputs, forms, start)
+        if self._seen.is_foreign:
+            self._check_elements()
+        closed, result = self._program()
         program = _with_barriers_apart(closed.jaxpr)
-        input_keys = _key_of_leaves(forms)
-        result_keys: list[Key | int | None] = [None] * len(jax.tree.leaves(owned))
-        result_keys += _key_of_leaves(parts)
-        result_keys += range(len(others))
+        input_keys = _key_of_leaves(self.parts)
+        result_keys: list[Key | int | None] = [None] * len(jax.tree.leaves(result.owned))
+        result_keys += _key_of_leaves(result.parts)
+        result_keys += range(len(result.others))
 
         def read_for(result: Key | int | None) -> list[bool]:
-            used = [x == result for x in result_keys]
-            read: list[bool] = core.dce_jaxpr(program, used)[1]
+            read: list[bool] = core.dce_jaxpr(program, [x == result for x in result_keys])[1]
             return read
 
-        share_inputs = jax.tree.leaves(start._replace(state=[]))
+        share_inputs = jax.tree.leaves(self.example._replace(state=[]))
         alone = [*[True] * len(share_inputs), *self.portion.are_of_leaves]
-        for i in range(len(others)):
-            reads = read_for(i)[len(input_keys) :]
-            if any(map(operator.and_, reads, alone)):
+        for i in range(len(result.others)):
+            if any(itertools.compress(read_for(i)[len(input_keys) :], alone)):
                 self._refuse_state(i)
-        if mixes and not is_foreign:  # it passes on its input, which nobody has seen
-            self._check_elements(start)
-        return {key: set(itertools.compress(input_keys, read_for(key))) for key in (None, *forms)}
+        if self._seen.mixes and not self._seen.is_foreign:  # it passes on its input, unseen
+            self._check_elements()
+        keys = None, *self.parts
+        return {key: set(itertools.compress(input_keys, read_for(key))) for key in keys}
 
-    def is_elementwise(self, start: Start) -> bool:
+    def is_elementwise(self) -> bool:
         """Whether its own arrays are computed element by element, and no number of its state.
 
         So a slice of rows is updated as it would be within its leaf. Random bits are those of the
         leaf (`shares.in_stack`), and 8 bits have blocks within rows.
         """
         try:
-            seen = self._look(start)
+            closed, result = self._program()
         except (TypeError, ValueError):  # an option has an entry for each row of the leaf
             return False
-
-        def outputs(known: Numbers, start: Start) -> tuple[Owned, Numbers]:
-            result = self(start, known)
-            return self.owned(result), result.parts
-
-        closed, (owned, parts) = traced(outputs, seen.parts, start)
-        are_own = [True] * len(jax.tree.leaves(owned)) + [False] * len(jax.tree.leaves(parts))
-        program, _ = core.dce_jaxpr(closed.jaxpr, are_own)
-        _, read = core.dce_jaxpr(closed.jaxpr, [not x for x in are_own])
-        if any(read[len(read) - len(start.state) :]):
+        owned, parts, others = (len(jax.tree.leaves(x)) for x in result)
+        program, _ = core.dce_jaxpr(closed.jaxpr, [True] * owned + [False] * (parts + others))
+        are_parts = [False] * owned + [True] * parts + [False] * others
+        _, read = core.dce_jaxpr(closed.jaxpr, are_parts)
+        if any(read[len(read) - len(self.example.state) :]):
             return False
-        passed = _OF_DEVICES if seen.is_foreign else _OF_DEVICES | _OF_ROWS
-
+        passed = _OF_DEVICES if self._seen.is_foreign else _OF_DEVICES | _OF_ROWS
         (cut,) = self.portion.weight_cuts
 
         def has_rows(shape: Sequence[int]) -> bool:
@@ -394,14 +368,13 @@ class ShareUpdate:
         )
         return not mixes and all(cut is not SAME for _, cut in self.portion.owned_cuts)
 
-    def _refuse_state(self, i: int) -> None:
-        count = len(self.portion.cuts)
-        arrays = jax.tree_util.tree_leaves_with_path(self.portion.structure.unflatten(range(count)))
-        paths = [path for path, k in arrays if not self.portion.are_of_leaves[k]]
+    def _refuse_state(self, i: int) -> NoReturn:
+        """Of the arrays of its state that are of no leaf alone, one needs a few gradients."""
+        are_of_leaves = zip(self.portion.cuts, self.portion.are_of_leaves, strict=True)
+        positions = [position for (position, _), is_own in are_of_leaves if not is_own]
         came = "an array that no layer owns, computed from the gradients of a few layers"
         expected = "expected transformations that compute each element by itself"
-        where = checks.at(jax.tree_util.keystr(paths[i]))
-        raise ValueError(f"step_in_backward: `state`{where}: {came}; {expected}.")
+        self._whole.state_shapes.fail(positions[i], ValueError, f"{came}; {expected}")
 
 
 def _with_barriers_apart(program: Program) -> Program:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Concatenate, Literal, Protocol, TypeVar, overload
@@ -18,9 +19,9 @@ from jgrad._backward import calls, row_slices
 from jgrad._backward.calls import OfGradients
 from jgrad._backward.losses import Cotangents, TracedLoss
 from jgrad._backward.passes import Flow, Forward, Pull
-from jgrad._backward.portions import Model, Owned, Portion, Whole, not_packed, with_layer
+from jgrad._backward.portions import Model, Owned, Portion, Start, Whole, not_packed, with_layer
 from jgrad._backward.row_slices import Sliced, updates_of_rows
-from jgrad._backward.share_updates import ShareUpdate, Start, pruned
+from jgrad._backward.share_updates import ShareUpdate, pruned
 from jgrad._forms.places import places_by_option
 from jgrad._inputs.inputs import Parameters
 from jgrad._trees import checks, host_memory, shardings
@@ -44,7 +45,6 @@ Extra = dict[str, PyTree]
 
 _Value = TypeVar("_Value", covariant=True)
 T = TypeVar("T")
-_Owned = TypeVar("_Owned", Owned, None)
 
 
 class TrainStep(Protocol[Params, _Value]):
@@ -242,11 +242,11 @@ def step_in_backward(
         if mesh_axes is not None:
             places = places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.loss_keywords(value, state) | extra
-        whole, model = Whole(tx, params, state), Model.from_trees(params, state)
-        options = {"first_pass": first_pass, "elementwise": elementwise}
-        step = _Step(whole, traced, model, places, extra, gradients, **options)
-        known = step.measured(forward)
-        return *step.updated(forward, known), forward.result
+        model = Model(jax.tree.leaves(params), jax.tree.leaves(state))
+        whole, options = Whole(tx, params, state), (first_pass, elementwise)
+        new = _Step(whole, traced, model, places, extra, gradients, *options).updated(forward)
+        params, state = map(jax.tree.unflatten, map(jax.tree.structure, (params, state)), new)
+        return params, state, forward.result
 
     def step(params: PyTree, state: PyTree, *args: PyTree, **extra_args: PyTree) -> Results:
         not_packed("params", params)
@@ -277,13 +277,6 @@ def forced(use: bool = True) -> AbstractContextManager[bool]:
     return during(_is_forced, use)
 
 
-# What to do with a layer: it returns new arrays, or none, and numbers.
-_Turn = Callable[[Start], tuple[Owned | None, Numbers]]
-# What is done with leaves in no stack, and with a stack; they return the flow in front of it.
-_VisitLeaves = Callable[[ShareUpdate, Cotangents, Flow], Flow]
-_VisitStack = Callable[[ShareUpdate, Pull, Flow], Flow]
-
-
 class _Step:
     """One step of a model whose loss was traced."""
 
@@ -295,86 +288,74 @@ class _Step:
         places: Sequence[Placement | None],
         extra: Extra,
         gradients: OfGradients | None,
-        *,
         first_pass: bool,
         elementwise: bool,
     ) -> None:
-        self._model, self._places = model, places
+        self._model, self._places, self._groups = model, places, traced.early
         self._gradients, self._structure = gradients, whole.structure
         self._first_pass = first_pass
-
-        def update(portion: Portion) -> ShareUpdate:
-            columns = itertools.zip_longest(portion.positions, portion.axes)
-            known = ((places[i], k) for i, k in columns if places)
-            axes = [place and whole_along(place, k) for place, k in known]
-            return ShareUpdate(whole, portion, axes or None, extra, elementwise=elementwise)
-
-        def early(leaves: Portion, rest: Portion) -> ShareUpdate | None:
-            """Of leaves that are updated before a stack; None if they wait for the end."""
-            share_update = update(leaves.without_those_of(rest))
-            start = self._example(share_update)
-            if share_update.looks_at_several(start):
-                return None
-            read = share_update.numbers_read(start)
-            if read[None] and not first_pass:
-                return None
-            self._read.append(read)
-            return share_update
-
+        update = functools.partial(
+            ShareUpdate, whole, model, places, extra, elementwise=elementwise
+        )
         stacks = [whole.stack(call.positions, call.cuts, call.count) for call in traced.calls]
         groups = [whole.leaves(positions) if positions else None for positions in traced.early]
         rest = whole.rest([*stacks, *filter(None, groups)])
         self._stacks = [update(stack.without_those_of(rest)) for stack in stacks]
-        self._read = [x.numbers_read(self._example(x)) for x in self._stacks]
-        self._early = [leaves and early(leaves, rest) for leaves in groups]
-        self._groups = traced.early
+        self._read = [x.numbers_read() for x in self._stacks]
+        early = [leaves and update(leaves.without_those_of(rest)) for leaves in groups]
+        self._early = [x if x is not None and self._is_early(x) else None for x in early]
         updated = [x.portion for x in self._early if x is not None]
-        if len(updated) < sum(leaves is not None for leaves in groups):  # others wait
+        if self._early != early:  # some wait for the end
             rest = whole.rest([*stacks, *updated])
         self._rest = update(rest)
 
-        def update_of(rows: Portion) -> tuple[ShareUpdate, Start]:
-            share_update = update(rows)
-            return share_update, self._example(share_update)
-
-        def sliced(leaves: Portion) -> Sliced:
-            """Some leaves in no stack."""
+        def sliced(leaves: ShareUpdate) -> Sliced:
+            """Leaves in no stack."""
             # Slices of rows that are sharded would be gathered.
-            some = [i for i in leaves.positions if not self._has_sharded_rows(i)]
-            rows = updates_of_rows(whole, model, some, rest, update_of)
+            some = [i for i in leaves.portion.positions if not self._has_sharded_rows(i)]
+            rows = updates_of_rows(whole, model, some, rest, update)
             if not rows:
-                return Sliced(rows, None, update(leaves))
+                return Sliced(rows, None, leaves)
             cut = [i for x in rows for i in x.portion.positions]
             as_whole = update(whole.leaves(cut).without_those_of(rest))
-            others = [i for i in leaves.positions if i not in cut]
-            if leaves is rest:
-                apart = [*stacks, *updated, *(x.portion for x in rows)]
-                return Sliced(rows, as_whole, update(whole.rest(apart)))
-            other_portion = whole.leaves(others).without_those_of(rest) if others else None
-            return Sliced(rows, as_whole, other_portion and update(other_portion))
+            if leaves is self._rest:
+                others = whole.rest([*stacks, *updated, *(x.portion for x in rows)])
+                return Sliced(rows, as_whole, update(others))
+            positions = [i for i in leaves.portion.positions if i not in cut]
+            portion = whole.leaves(positions).without_those_of(rest) if positions else None
+            return Sliced(rows, as_whole, portion and update(portion))
 
-        in_no_stack = [*filter(None, self._early), self._rest]
-        self._sliced = {x: sliced(x.portion) for x in in_no_stack}
+        self._sliced = {x: sliced(x) for x in (*self._early, self._rest) if x is not None}
 
-    def _example(self, update: ShareUpdate) -> Start:
-        """The types of what an update of a share is given: a gradient has that of its weight."""
+    def _is_early(self, leaves: ShareUpdate) -> bool:
+        """Whether leaves are updated before a stack; else they wait for the end."""
+        if leaves.looks_at_several:
+            return False
+        read = leaves.numbers_read()
+        if read[None] and not self._first_pass:
+            return False
+        self._read.append(read)
+        return True
 
-        model, portion = self._model, update.portion
-        layer = None if portion.layers is None else 0
-        weights, state = jax.eval_shape(
-            lambda: (model.weights_of(portion, layer), model.state_of(portion, layer))
-        )
-        gradients = [w if jnp.issubdtype(w.dtype, jnp.inexact) else None for w in weights]
-        return Start(layer, gradients, weights, state)
+    def updated(self, forward: Forward) -> Model:
+        """New arrays of the parameters and of the state."""
+        read = dict[Key | None, set[Key]]()
+        for key, keys in itertools.chain(*(read_here.items() for read_here in self._read)):
+            read[key] = read.get(key, set()) | keys
+        known = self._measured(forward, read)
+        wanted = read.keys() - known
+        model, gradients, numbers = self._backward(forward, known, wanted, updates=True)
+        portions, new, _ = self._updated_leaves(self._rest, gradients, known, numbers)
+        for portion, owned in zip(portions, new, strict=True):
+            model = model.replaced(portion, owned)
+        return model
 
-    def measured(self, forward: Forward) -> Numbers:
+    def _measured(self, forward: Forward, read: Mapping[Key | None, set[Key]]) -> Numbers:
         """The numbers that are needed before the end.
 
         By a backward pass of their own; those that need others, by one more.
         """
-        read, known = dict[Key | None, set[Key]](), Numbers()
-        for key, keys in itertools.chain(*(read_here.items() for read_here in self._read)):
-            read[key] = read.get(key, set()) | keys
+        known = Numbers()
         missing = read[None].union(*read.values())  # also what a number needs that no layer does
         if missing and not self._first_pass:
             name = min(missing)[0]
@@ -383,71 +364,65 @@ class _Step:
             raise ValueError(f"{_NAME}: `first_pass`: False; {came}; {remedy}.")
         while missing:
             ready = {key for key in missing if read[key] <= known.keys()}
-            known = known | self._numbers(forward, known, ready)
+            _, gradients, numbers = self._backward(forward, known, ready, updates=False)
+            result = self._rest(self._model.start(self._rest.portion, gradients), known)
+            known = known | _both(self._rest, numbers, _some(result.parts, ready))
             missing -= ready
         return known
 
-    def _numbers(self, forward: Forward, known: Numbers, ready: set[Key]) -> Numbers:
-        """Some numbers of all shares, by a backward pass that updates nothing."""
-        numbers: Numbers = {}
+    def _backward(
+        self, forward: Forward, known: Numbers, wanted: Collection[Key | None], *, updates: bool
+    ) -> tuple[Model, Cotangents, Numbers]:
+        """Goes backwards over all shares but the rest.
 
-        def parts(update: ShareUpdate, start: Start) -> Numbers:
-            return {key: x for key, x in update(start, known).parts.items() if key in ready}
+        Args:
+          forward: of the loss.
+          known: numbers of all shares.
+          wanted: others, which are computed of these shares.
+          updates: whether they are updated, too.
 
-        def add_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
-            nonlocal numbers
-            numbers = _both(update, numbers, parts(update, self._start(update.portion, gradients)))
+        Returns:
+          The model with their new arrays, the gradients of the rest, and the numbers.
+        """
+        model, numbers, waiting = self._model, Numbers(), dict[int, jax.Array | None]()
+
+        def visit_leaves(leaves: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
+            nonlocal model, numbers
+            if not updates:
+                parts = leaves(model.start(leaves.portion, gradients), known).parts
+            else:
+                # Everything that reads old weights comes before, or XLA would copy them; and the
+                # layers come after, or it might keep the gradients, or what they are computed
+                # from, until the end.
+                gradients, flow = shardings.barrier((gradients, flow))
+                portions, new, parts = self._updated_leaves(leaves, gradients, known)
+                new, flow = shardings.barrier((new, flow))
+                for portion, owned in zip(portions, new, strict=True):
+                    model = model.replaced(portion, owned)
+            numbers = _both(leaves, numbers, _some(parts, wanted))
             return flow
 
-        def add_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
-            nonlocal numbers
-            nothing = self._nothing(update, ready)
-
-            def turn(start: Start) -> tuple[None, Numbers]:
-                return None, parts(update, start)
-
-            _, more, flow = self._through(update, pull, flow, nothing, turn, None)
-            numbers = _both(update, numbers, more)
+        def visit(k: int, gradients: Cotangents, pull: Pull, flow: Flow) -> Flow:
+            nonlocal model, numbers
+            leaves, stack, positions = self._early[k], self._stacks[k], self._groups[k]
+            gradients = self._by_user(positions, gradients)
+            if leaves is None:
+                waiting.update(zip(positions, gradients, strict=True))
+            else:
+                flow = visit_leaves(leaves, gradients, flow)
+            old = model.owned(stack.portion) if updates else None
+            owned, more, flow = self._through(stack, pull, flow, known, wanted, old)
+            if owned is not None:
+                model = model.replaced(stack.portion, owned)
+            numbers = _both(stack, numbers, more)
             return flow
 
-        gradients = self._backward(forward, add_leaves, add_stack)
-        start = self._start(self._rest.portion, gradients)
-        return _both(self._rest, numbers, parts(self._rest, start))
-
-    def updated(self, forward: Forward, known: Numbers) -> tuple[PyTree, PyTree]:
-        """New parameters and the new state."""
-        numbers: Numbers = {}
-        model = self._model
-
-        def update_leaves(update: ShareUpdate, gradients: Cotangents, flow: Flow) -> Flow:
-            nonlocal numbers, model
-            # Everything that reads old weights comes before, or XLA would copy them; and the layers
-            # come after, or it might keep the gradients, or what they are computed from, until the
-            # end.
-            gradients, flow = shardings.barrier((gradients, flow))
-            portions, new, parts = self._updated_leaves(update, gradients, known)
-            numbers = _both(update, numbers, _without(parts, known))
-            new, flow = shardings.barrier((new, flow))
-            model = model.all_replaced(portions, new)
-            return flow
-
-        def update_stack(update: ShareUpdate, pull: Pull, flow: Flow) -> Flow:
-            nonlocal numbers, model
-            nothing = self._nothing(update, update.combines.keys() - known.keys())
-
-            def turn(start: Start) -> tuple[Owned, Numbers]:
-                result = update(start, known)
-                return update.owned(result), _without(result.parts, known)
-
-            owned = model.owned(update.portion)
-            owned, more, flow = self._through(update, pull, flow, nothing, turn, owned)
-            model = model.replaced(update.portion, owned)
-            numbers = _both(update, numbers, more)
-            return flow
-
-        gradients = self._backward(forward, update_leaves, update_stack)
-        portions, new, _ = self._updated_leaves(self._rest, gradients, known, numbers)
-        return model.all_replaced(portions, new).trees()
+        grads = forward.backward(visit)
+        positions = self._rest.portion.positions
+        last = [i for i in positions if i not in waiting]
+        last_gradients = self._by_user(last, [self._or_zeros(i, grads[i]) for i in last])
+        waiting |= zip(last, last_gradients, strict=True)
+        return model, [waiting[i] for i in positions], numbers
 
     def _updated_leaves(
         self,
@@ -467,40 +442,12 @@ class _Step:
         if sliced.others is None:
             return portions, new, parts
         portion = sliced.others.portion
-        start = self._start(portion, list(gradient_of.values()))
         combining = sliced.whole or update  # of which it is known how, since it was traced
         other_parts = None if others is None else _both(combining, others, parts)
+        start = self._model.start(portion, list(gradient_of.values()))
         result = sliced.others(start, known, other_parts)
-        new.append(self._model.kept(portion, sliced.others.owned(result)))
+        new.append(self._model.kept(portion, result.owned))
         return [*portions, portion], new, _both(combining, parts, result.parts)
-
-    def _backward(
-        self, forward: Forward, visit_leaves: _VisitLeaves, visit_stack: _VisitStack
-    ) -> Cotangents:
-        """Goes backwards over all shares; returns the gradients of the rest.
-
-        Args:
-          forward: of the loss.
-          visit_leaves: what is done with leaves that have their gradients before a stack.
-          visit_stack: what is done with a stack behind them.
-        """
-        waiting: dict[int, jax.Array | None] = {}
-
-        def visit(k: int, gradients: Cotangents, pull: Pull, flow: Flow) -> Flow:
-            early, positions = self._early[k], self._groups[k]
-            gradients = self._by_user(positions, gradients)
-            if early is None:
-                waiting.update(zip(positions, gradients, strict=True))
-            else:
-                flow = visit_leaves(early, gradients, flow)
-            return visit_stack(self._stacks[k], pull, flow)
-
-        grads = forward.backward(visit)
-        positions = self._rest.portion.positions
-        last = [i for i in positions if i not in waiting]
-        last_gradients = self._by_user(last, [self._or_zeros(i, grads[i]) for i in last])
-        waiting |= zip(last, last_gradients, strict=True)
-        return [waiting[i] for i in positions]
 
     def _has_sharded_rows(self, i: int) -> bool:
         """Whether a leaf is sharded along its first axis, as far as types or a user say it."""
@@ -515,29 +462,24 @@ class _Step:
             return gradient
         return numerics.zeros_like(host_memory.to_device(w))
 
-    def _start(self, portion: Portion, gradients: list[jax.Array | None]) -> Start:
-        """What the update of leaves in no stack starts from."""
-        weights = self._model.weights_of(portion, None)
-        return Start(None, gradients, weights, self._model.state_of(portion, None))
-
     def _through(
         self,
         update: ShareUpdate,
         pull: Pull,
         flow: Flow,
-        numbers: Numbers,
-        turn: _Turn,
-        owned: _Owned,
-    ) -> tuple[_Owned, Numbers, Flow]:
+        known: Numbers,
+        wanted: Collection[Key | None],
+        owned: Owned | None,
+    ) -> tuple[Owned | None, Numbers, Flow]:
         """Goes backwards over the layers of a stack.
 
         Args:
           update: of a layer.
           pull: gives the gradients of a layer.
           flow: cotangents behind the last layer.
-          numbers: of no layer.
-          turn: what is done with each.
-          owned: the arrays of the stack that turns replace; None where they replace none.
+          known: numbers of all shares.
+          wanted: which others are computed of the layers.
+          owned: the arrays of the stack, if layers replace theirs; else None.
 
         Returns:
           These arrays, the numbers of all layers, and cotangents in front of the first one.
@@ -546,7 +488,13 @@ class _Step:
         assert portion.layers is not None
         last = portion.layers - 1
 
-        def body(i: jax.Array, carry: tuple[_Owned, Numbers, Flow]) -> tuple[_Owned, Numbers, Flow]:
+        def turn(start: Start) -> tuple[Owned | None, Numbers]:
+            result = update(start, known)
+            return None if owned is None else result.owned, _some(result.parts, wanted)
+
+        def body(
+            i: jax.Array, carry: tuple[Owned | None, Numbers, Flow]
+        ) -> tuple[Owned | None, Numbers, Flow]:
             owned, numbers, flow = carry
             model = self._model
             if owned is not None:
@@ -554,9 +502,8 @@ class _Step:
             layer = last - i
             # Otherwise, XLA reads the stacks twice.
             weights = shardings.barrier(model.weights_of(portion, layer))
-            layer_gradients, flow = pull(layer, weights, flow)
-            columns = zip(portion.positions, portion.axes, layer_gradients, strict=True)
-            gradients = [None if g is None else self._placed(i, k, g) for i, k, g in columns]
+            gradients, flow = pull(layer, weights, flow)
+            gradients = self._placed(portion, gradients)
             gradients = self._by_user(portion.positions, gradients)
             start = Start(layer, gradients, weights, model.state_of(portion, layer))
             new, parts = pruned(turn, start)
@@ -564,21 +511,22 @@ class _Step:
                 owned = with_layer(portion, owned, self._model.kept(portion, new), layer)
             return owned, _both(update, numbers, parts), flow
 
+        forms = _some(update.parts, wanted)
+        numbers = {key: update.combines[key].neutral(form) for key, form in forms.items()}
         return _loop(last + 1, body, (owned, numbers, flow))
 
-    def _placed(self, i: int, axis: int, gradient: jax.Array) -> jax.Array:
-        """The gradient of a layer, sharded as its weights are."""
-        place = self._places[i] if self._places else None
-        if place is None or is_shard(place):
-            return gradient
-        spec = partition_spec(whole_along(place, axis).per_axis)
-        sharding = NamedSharding(place.mesh, spec)
-        return jax.lax.with_sharding_constraint(gradient, sharding)
-
-    def _nothing(self, update: ShareUpdate, keys: Collection[Key]) -> Numbers:
-        """What no share has said yet of some numbers."""
-        forms = update.parts(self._example(update))
-        return {key: update.combines[key].neutral(forms[key]) for key in forms if key in keys}
+    def _placed(self, portion: Portion, gradients: Cotangents) -> Cotangents:
+        """The gradients of a layer, sharded as its weights are."""
+        placed = list(gradients)
+        columns = zip(portion.positions, portion.weight_cuts, strict=True) if self._places else ()
+        for k, (i, cut) in enumerate(columns):
+            place, gradient = self._places[i], gradients[k]
+            if place is None or gradient is None or is_shard(place):
+                continue
+            spec = partition_spec(whole_along(place, cut.axis).per_axis)
+            sharding = NamedSharding(place.mesh, spec)
+            placed[k] = jax.lax.with_sharding_constraint(gradient, sharding)
+        return placed
 
     def _by_user(
         self, positions: Sequence[int], gradients: Sequence[jax.Array | None]
@@ -589,8 +537,8 @@ class _Step:
         return calls.share_gradients(self._gradients, self._structure, positions, gradients)
 
 
-def _without(numbers: Numbers, known: Numbers) -> Numbers:
-    return {key: x for key, x in numbers.items() if key not in known}
+def _some(numbers: Numbers, keys: Collection[Key | None]) -> Numbers:
+    return {key: x for key, x in numbers.items() if key in keys}
 
 
 def _both(update: ShareUpdate, a: Numbers, b: Numbers) -> Numbers:

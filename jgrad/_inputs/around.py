@@ -31,6 +31,7 @@ import numpy as np
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Call, Function
 from jgrad._inputs.inputs import Inputs, keeping_update
+from jgrad._trees import checks
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import Placement
 from jgrad._trees.told import trace_state
@@ -47,6 +48,8 @@ class Commit:
     Attributes:
       by_this: whether the wrapper itself commits the update.
       clips: whether what overflows in a committed update is to become the largest number.
+      left_out: by identity, the gradients that something inside leaves out of a window if they are
+        not committed; None if nothing does.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Commit:
         outer: "Commit | None" = None,
         *,
         clips: bool,
-        judged: Sequence[jax.Array] | None = None,
+        judged: PyTree = None,
         agreed: Callable[[jax.Array], jax.Array] = lambda flag: flag,
     ) -> None:
         """Of one update.
@@ -70,10 +73,10 @@ class Commit:
         self.by_this, self._outer, self._agreed, self._trace = flag, outer, agreed, trace_state()
         self.clips: bool = clips or (outer is not None and outer.clips)
         self._joined: jax.Array | None = None
-        self._judged = None if judged is None else {id(g): g for g in judged}
+        self._judged = judged
         # With the arrays, so that no others get their identities.
         self._settled: dict[int, tuple[Leaf, Leaf]] = {}
-        self._heard: dict[int, jax.Array] | None = None
+        self.left_out: dict[int, Leaf] | None = None
 
     @property
     def flag(self) -> jax.Array:
@@ -94,44 +97,38 @@ class Commit:
         """
         if self._outer is not None:
             self._outer.take_finite(finite, gradients)
-        if self._judged is not None and self._judged.keys() <= set(map(id, gradients)):
-            self.by_this = self._agreed(finite)
+        if self._judged is not None:
+            judged = filter(checks.is_inexact, jax.tree.leaves(self._judged))
+            if set(map(id, judged)) <= set(map(id, gradients)):
+                self.by_this = self._agreed(finite)
 
-    def settle(self, updates: PyTree) -> None:
-        """Says that updates are right whatever the decision is."""
-        self._settled |= {id(u): (u, None) for u in jax.tree.leaves(updates)}
-        if self._outer is not None:
-            self._outer.settle(updates)
+    def settle(self, new: PyTree, old: PyTree = None) -> None:
+        """Says that arrays are right whatever the decision is.
 
-    def keep(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> None:
-        """Says so of leaves of a state, each in the place of its old one alone."""
-        for n, o in zip(new, old, strict=True):
-            if n is not None:
-                pairs = zip(jax.tree.leaves(n), jax.tree.leaves(o), strict=True)
-                self._settled |= {id(x): (x, before) for x, before in pairs}
+        Args:
+          new: updates, or a part of a state.
+          old: this part before; each array is right in the place of its old one alone.
+        """
+        arrays = jax.tree.leaves(new)
+        places = [None] * len(arrays) if old is None else jax.tree.leaves(old)
+        for x, place in zip(arrays, places, strict=True):
+            self._settled[id(x)] = x, place
         if self._outer is not None:
-            self._outer.keep(new, old)
+            self._outer.settle(new, old)
 
     def has_settled(self, new: Leaf, old: Leaf = None) -> bool:
         """Whether an array is right whatever the decision is, in the place of an old one."""
         settled = self._settled.get(id(new))
         return settled is not None and settled[1] is old
 
-    def leave_out(self, gradients: Sequence[jax.Array | None]) -> None:
+    def leave_out(self, gradients: PyTree) -> None:
         """Says that these are left out of a window, here, if they are not committed."""
-        sources = [origin(g).arrays[0] for g in gradients if g is not None]
-        self._heard = (self._heard or {}) | {id(x): x for x in sources}
+        left_out = self.left_out = self.left_out or {}
+        for g in jax.tree.leaves(gradients):
+            source = origin(g).arrays[0]
+            left_out[id(source)] = source
         if self._outer is not None:
             self._outer.leave_out(gradients)
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether something inside leaves out gradients that are not committed."""
-        return self._heard is not None
-
-    def is_left_out(self, gradient: jax.Array) -> bool:
-        """Whether this one is left out of a window if it is not committed."""
-        return id(origin(gradient).arrays[0]) in (self._heard or {})
 
 
 # ---- what precedes -------------------------------------------------------------------------------

@@ -62,6 +62,8 @@ class Parameters:
 
     def updated(self) -> Self:
         """The same, with the arrays alone that are updated."""
+        if all(self.is_updated):
+            return self
         new = copy.copy(self)
         new.rows = list(itertools.compress(self.rows, self.is_updated))
         new.reference = self.reference.at(new.rows)
@@ -217,7 +219,7 @@ class Inputs(Parameters):
             arrays = leafwise.run(calls)
         arrays = list(map(as_stored, arrays, old))
         if self.commit is not None:
-            self.commit.keep(arrays, old)
+            self.commit.settle(arrays, old)
         return arrays
 
     def moments(self, new: Sequence[Leaf], old: Sequence[Leaf]) -> PyTree:

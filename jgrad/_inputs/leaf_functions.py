@@ -139,7 +139,7 @@ def _results(calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
     columns = list(map(list, zip(*new, strict=True)))
     for moment, column in zip(moments, columns, strict=True):
         if moment.commit is not None:
-            moment.commit.keep(column, moment.old)
+            moment.commit.settle(column, moment.old)
     return list(values), *columns
 
 

@@ -40,9 +40,9 @@ class ArraySpec:
     is_buffer = False
     is_unpacked = True
     has_rows = False
-    spans: tuple[Any, ...] = dataclasses.field(default=(), init=False)
-    shape: tuple[int, ...] = dataclasses.field(default=(), init=False)
-    shard: Any = dataclasses.field(default=None, init=False)
+    spans: tuple[Any, ...] = ()
+    shape: tuple[int, ...] = ()
+    shard: Any = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:

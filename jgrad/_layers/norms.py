@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
 from jgrad._layers.layer_axes import LayerAxes
-from jgrad._trees.shardings import may_be_sharded, varying_axes, varying_over
+from jgrad._trees.shardings import may_be_sharded, replicated, varying_axes, varying_over
 from jgrad._trees.told import Combine
 
 # Arrays of up to this many elements are rescaled together, on a stacked copy; see `rescaled`.
@@ -127,7 +127,7 @@ def _squares_of_array(f: Function, layers: LayerAxes, is_opaque: bool) -> Functi
         x = numerics.widen(x, numerics.real_dtype(x))
         return numerics.abs_squared(x if scale is None else numerics.scaled(x, scale))
 
-    @jit_static_kwargs
+    @jax.jit
     def array_squares(scale: jax.Array | None, *arrays: jax.Array) -> jax.Array:
         by = None if scale is None else layers.to_elements(scale)
         return layers.sum(squares, (by, *(opaque(arrays) if is_opaque else arrays)))
@@ -254,11 +254,11 @@ def global_norm(arrays: Sequence[jax.Array], layers: Sequence[LayerAxes]) -> Sca
     for i in sorted(range(len(arrays)), key=lambda i: layers[i].sort_key):
         groups.setdefault((*layers[i].devices, numerics.real_dtype(arrays[i])), []).append(i)
     norms = []
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    size = len(arrays) if is_traced else _EAGER
     for (_, mesh_axes, _), members in groups.items():
-        for span in _spans([layers[i] for i in members], arrays):
-            norm = _norm_of_all(
-                [arrays[i] for i in members[span]], layers=tuple(layers[i] for i in members[span])
-            )
+        for start in range(0, len(members), size):
+            norm = _norm_of_all(list(map(arrays.__getitem__, members[start : start + size])))
             norms.append(_over_devices(norm, mesh_axes) if mesh_axes else norm)
     if not norms:
         return ScaledNorm(jnp.zeros(()), jnp.ones(()))
@@ -409,18 +409,23 @@ def _norms(
 
 
 @jit_static_kwargs
-def _norm_of_all(arrays: list[jax.Array], *, layers: tuple[LayerAxes, ...]) -> ScaledNorm:
+def _sum_of_squares(scale: jax.Array | None, x: jax.Array) -> jax.Array:
+    """The sum of |scale x|^2 over all elements, as a vector with one entry."""
+    x = numerics.widen(x, numerics.real_dtype(x))
+    x = x if scale is None else numerics.scaled(x, scale.reshape(()))
+    return replicated(jnp.sum(numerics.abs_squared(x))).reshape(-1)
+
+
+@jit_static_kwargs
+def _norm_of_all(arrays: list[jax.Array]) -> ScaledNorm:
     """One norm, as vectors with one entry, of arrays of one precision."""
     arrays = alike(arrays)
 
     def total(scale: jax.Array | None) -> jax.Array:
-        calls = []
-        for x, axes in zip(arrays, layers, strict=True):
-            scale_of_array = scale
-            if scale is not None:
-                # XLA would write a scale for each element if it saw that arrays share one.
-                scale_of_array, x = jax.lax.optimization_barrier((scale, x))
-            calls.append(of_call((leafwise.identity, (x,)), axes, scale_of_array))
+        calls: list[Call] = [(_sum_of_squares, (scale, x)) for x in arrays]
+        if scale is not None:
+            # XLA would write a scale for each element if it saw that arrays share one.
+            calls = [(f, jax.lax.optimization_barrier(pair)) for f, pair in calls]
         return jnp.sum(concatenate(leafwise.run(calls)), keepdims=True)
 
     plain = total(None)

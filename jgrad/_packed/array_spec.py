@@ -10,7 +10,7 @@ import numpy as np
 from jgrad._layers.array_spec import ArraySpec
 from jgrad._layers.layer_axes import LayerAxes
 from jgrad._packed.buffers import join_leaves
-from jgrad._packed.layouts import WIDTH, Layout, Shard, Span
+from jgrad._packed.layouts import WIDTH, Layout, Span
 from jgrad._packed.packed_layers import PackedLayers
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
@@ -23,17 +23,6 @@ class UnpackedSpec(ArraySpec):
     """A leaf that a `Packed` holds as it is."""
 
     is_buffer = True
-
-    def __init__(
-        self,
-        positions: tuple[int, ...],
-        spans: tuple[Span, ...],
-        shape: tuple[int, ...],
-        shard: Shard | None,
-    ):
-        super().__init__(positions)
-        for name, x in ("spans", spans), ("shape", shape), ("shard", shard):
-            object.__setattr__(self, name, x)
 
     def layer_axes(
         self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
@@ -60,10 +49,6 @@ class BufferSpec(UnpackedSpec):
 
     is_unpacked = False
     has_rows = True
-
-    def over(self, shard: Shard) -> "BufferSpec":
-        """The same, of which a device has a shard."""
-        return BufferSpec(self.positions, self.spans, self.shape, shard)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -161,5 +146,6 @@ def specs_of_layout(layout: Layout, count: int) -> list[ArraySpec]:
     for name, shape in layout.shapes:
         positions, spans = zip(*layout.within(name), strict=True)
         kind = UnpackedSpec if spans[0].is_unpacked else BufferSpec
-        arrays.append(kind(tuple(count + i for i in positions), spans, shape, layout.shard))
+        positions = tuple(count + i for i in positions)
+        arrays.append(kind(positions, spans=spans, shape=shape, shard=layout.shard))
     return arrays

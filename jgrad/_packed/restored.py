@@ -26,14 +26,10 @@ def with_nodes(function: str, tree: PyTree, *likes: PyTree) -> PyTree:
         if kind is None:
             return x
         if kind is not Packed:  # in a variable, if its fields are variables
-            node = _from_arrays(kind, x)
+            node = _made_of(kind, x)
             is_of_variables = kind not in states and isinstance(x[kind._fields[0]], dict)
             return {"value": node} if is_of_variables else node
-        pairs = ((name, b, _kind(b)) for name, b in x["buffers"].items())
-        buffers = {
-            name: b if own_kind is None else _from_arrays(own_kind, b)
-            for name, b, own_kind in pairs
-        }
+        buffers = {name: _made_of(_kind(b), b) for name, b in x["buffers"].items()}
         layouts, came = _layouts(buffers, path, likes), "the buffers of a packed tree"
         where = f"{function}: `old`{checks.at(jax.tree_util.keystr(path))}: {came}"
         if not layouts:
@@ -86,8 +82,8 @@ def _are_numbers(*fields: PyTree) -> bool:
     return all(getattr(x, "shape", None) == () for x in fields)
 
 
-def _from_arrays(kind: type[Any], x: dict[str, PyTree]) -> PyTree:
-    return kind(*(_array(x[name]) for name in kind._fields))
+def _made_of(kind: type[Any] | None, x: PyTree) -> PyTree:
+    return x if kind is None else kind(*(_array(x[name]) for name in kind._fields))
 
 
 def _array(x: PyTree) -> PyTree:

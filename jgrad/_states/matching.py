@@ -90,15 +90,6 @@ class Account:
     notes: tuple[str, ...]
     _entries: tuple[Entry, ...]
 
-    @classmethod
-    def from_entries(cls, entries: Sequence[Entry], notes: Sequence[str]) -> "Account":
-        """The account of leaves, each with what happened to it."""
-        ways = {
-            what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
-            for what in _ORDER
-        }
-        return cls(**ways, notes=tuple(notes), _entries=tuple(entries))
-
     def __str__(self) -> str:
         return "\n".join((*_lines(self._entries), *(f"{'note':<11}{x}" for x in self.notes)))
 
@@ -191,6 +182,8 @@ class Matcher:
     ) -> None:
         self._reset, self._momentum = reset, momentum
         self._old, self._like, self._has_params = old, like, has_params
+        # From the outside in, since files sort the fields of a state.
+        self._from_outside = [sorted(state, key=lambda x: len(x.owner)) for state in (like, old)]
         self._assigned: dict[int, StateLeaf] = {}  # by the positions of new ones
         self._brought: dict[Keys, StateLeaf] = {}  # by the owners of new moments the first old one
         self._masters = {x.keys: x for x in old if x.field == MASTER}
@@ -214,7 +207,11 @@ class Matcher:
             if leaf.role != "measured"
         ]
         entries += [Entry(DROPPED, x.shown, x.called) for x in self._unused(pairs)]
-        return pairs, Account.from_entries(entries, list(self._notes(pairs)))
+        ways = {
+            what.replace(" ", "_"): tuple(x.name for x in entries if x.what == what)
+            for what in _ORDER
+        }
+        return pairs, Account(**ways, notes=tuple(self._notes(pairs)), _entries=tuple(entries))
 
     # ---- what goes to what ---------------------------------------------------------------------
 
@@ -222,8 +219,8 @@ class Matcher:
         """Pairs leaves without a partner, in order; `as_many`, where there are as many of both."""
         groups: dict[Hashable, tuple[list[StateLeaf], list[StateLeaf]]] = {}
         taken = self._assigned.keys(), {x.position for x in self._assigned.values()}
-        for k, state in enumerate((self._like, self._old)):
-            for x in _from_outside(state):
+        for k, state in enumerate(self._from_outside):
+            for x in state:
                 if x.position not in taken[k] and (key := by(x)) is not None:
                     groups.setdefault(key, ([], []))[k].append(x)
         pairs: list[tuple[StateLeaf, StateLeaf]] = []
@@ -272,10 +269,7 @@ class Matcher:
 
     def _assign_steps(self) -> None:
         """Moments bring the counter that is theirs; others go on from one of the same things."""
-        news, steps = (
-            [x for x in _from_outside(state) if x.role == "step"]
-            for state in (self._like, self._old)
-        )
+        news, steps = ([x for x in state if x.role == "step"] for state in self._from_outside)
         free = {x.position for x in steps}
         for new in news if steps else ():
             moment = self._brought.get(new.owner)
@@ -396,11 +390,6 @@ def _without_seen(leaf: StateLeaf) -> Hashable:
     """The same without the parameters that a wrapper sees; a window of gradients begins anew."""
     no_other = leaf.role in ("step", "moment") or leaf.kind == ACCUMULATE
     return None if no_other else (leaf.kind, leaf.field, leaf.keys, leaf.unit)
-
-
-def _from_outside(state: Sequence[StateLeaf]) -> list[StateLeaf]:
-    """From the outside in, since files sort the fields of a state."""
-    return sorted(state, key=lambda x: len(x.owner))
 
 
 def _names(leaves: Sequence[StateLeaf]) -> str:

@@ -15,6 +15,7 @@ import jax
 from jgrad._inputs import options
 from jgrad._trees import checks, forms, leaf_names, trees, variables
 from jgrad._trees.checks import ArgLeaves
+from jgrad._trees.leaf_names import keys_of
 from jgrad._trees.protocols import STATES, FieldRole, FieldRoles, KeyPath, Leaf, PyTree
 
 NAME = "carry_over"
@@ -187,11 +188,6 @@ def leaves_of(tree: PyTree) -> list[tuple[Keys, Leaf]]:
     return [(keys_of(name), x) for _, name, x in variables.named_leaves(tree, trees.is_leaf)]
 
 
-def keys_of(path: KeyPath) -> Keys:
-    """The keys of a path as text."""
-    return tuple(leaf_names.keys_of(path))
-
-
 def _fields(
     node: PyTree, path: KeyPath = (), plain: KeyPath = (), chain: str = "", clock: int = 0
 ) -> Iterator[StateLeaf]:
@@ -213,7 +209,9 @@ def _fields(
     names = [leaf_names.shown((key,)) for key, _ in children]
     fields = _fields_of(node, set(names))
     if fields is None:
-        links = ", ".join(type(x).__name__ for x in _links(node, children))
+        # Of a chain all, those that are empty, too, which JAX does not show.
+        members = node if isinstance(node, tuple | list) else [child for _, child in children]
+        links = ", ".join(type(x).__name__ for x in members)
         for (key, child), name in zip(children, names, strict=True):
             is_array = variables.is_box(node) and trees.children(child) is None
             below = plain if is_array else (*plain, key)
@@ -239,11 +237,6 @@ def _fields(
         yield StateLeaf(
             fields.kind, field, role, (), child, here, name, keys_of(path), time, 0, measures
         )
-
-
-def _links(node: PyTree, children: Sequence[tuple[object, PyTree]]) -> Sequence[PyTree]:
-    """Of a chain all, those that are empty, too, which JAX does not show."""
-    return node if isinstance(node, tuple | list) else [child for _, child in children]
 
 
 def _unit(node: PyTree, names: set[str], chain: str) -> str:

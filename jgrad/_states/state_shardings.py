@@ -218,8 +218,7 @@ def _in_words(followed: _Sharded | None, words: Leaf, x: Leaf, axis: int) -> _Sh
     names = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     if shape[axis] % (x.shape[axis] // sharding.shard_shape(x.shape)[axis]):
         names[axis] = None
-    kind = sharding.memory_kind
-    return _Sharded(shape, NamedSharding(sharding.mesh, _spec(names), memory_kind=kind))
+    return _Sharded(shape, _along(sharding, names))
 
 
 def _fitted(followed: _Sharded, shape: tuple[int, ...]) -> NamedSharding | None:
@@ -230,7 +229,7 @@ def _fitted(followed: _Sharded, shape: tuple[int, ...]) -> NamedSharding | None:
     if len(followed.shape) != len(shape) or not all(a in (b, 1) for a, b in sizes):
         return None
     axes = [x if a == b else None for x, (a, b) in zip(sharding.spec, sizes, strict=False)]
-    return NamedSharding(sharding.mesh, _spec(axes))
+    return _along(sharding, axes)
 
 
 def _factor_sharding(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
@@ -243,9 +242,7 @@ def _factor_sharding(followed: _Sharded, shape: tuple[int, ...]) -> _Sharded:
         if n != size:
             break
         names.append(x)
-    kind = followed.sharding.memory_kind
-    sharding = NamedSharding(followed.sharding.mesh, _spec(names), memory_kind=kind)
-    return _Sharded(shape, sharding)
+    return _Sharded(shape, _along(followed.sharding, names))
 
 
 def _names(x: _Axes) -> tuple[str, ...]:
@@ -275,8 +272,7 @@ def _sharded_further(
         if size % devices == 0:
             names: list[_Axes] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
             names[i] = (*_names(names[i]), *axes)
-            kind = sharding.memory_kind
-            return NamedSharding(sharding.mesh, _spec(names), memory_kind=kind)
+            return _along(sharding, names)
     return sharding
 
 
@@ -291,7 +287,8 @@ def _as_returned(sharding: NamedSharding, x: jax.ShapeDtypeStruct) -> NamedShard
     return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
 
 
-def _spec(axes: Sequence[_Axes]) -> PartitionSpec:
-    """Without None at its end, as JAX compares specs."""
+def _along(sharding: NamedSharding, axes: Sequence[_Axes]) -> NamedSharding:
+    """The same along other axes; without None at their end, as JAX compares specs."""
     count = max((i + 1 for i, x in enumerate(axes) if x is not None), default=0)
-    return PartitionSpec(*axes[:count])
+    spec = PartitionSpec(*axes[:count])
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)

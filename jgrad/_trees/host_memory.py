@@ -6,7 +6,7 @@ Where an array lies is in its type, also under `jit`, so no flag says it.
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,9 @@ from jgrad._trees.checks import is_on_host as is_on_host, place_on_host as place
 from jgrad._trees.protocols import Leaf, PyTree
 
 KIND = "pinned_host"
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 # Below that, starting a copy takes as long as the copy: 256 KB in 10 us.
 _SMALLEST = 2**16
@@ -65,28 +68,28 @@ def slices(shape: Sequence[int]) -> int | None:
     return next(counts, shape[0] if is_stack else None)
 
 
-def to_host(tree: PyTree, which: Iterable[bool] | None = None) -> PyTree:
+def to_host(tree: T, which: Iterable[bool] | None = None) -> T:
     """The tree with its arrays, or some of them, in host memory, sharded as they are."""
     moves = map(is_array, jax.tree.leaves(tree)) if which is None else which
     return _moved(tree, jax.memory.Space.Host, moves)
 
 
-def to_device(tree: PyTree) -> PyTree:
+def to_device(tree: T) -> T:
     """The tree with its arrays in the memory of their devices."""
     return _moved(tree, jax.memory.Space.Device, map(is_on_host, jax.tree.leaves(tree)))
 
 
-def large_to_host(tree: PyTree) -> PyTree:
+def large_to_host(tree: T) -> T:
     """The tree with its large arrays in host memory."""
     return _moved(tree, jax.memory.Space.Host, map(is_large, jax.tree.leaves(tree)))
 
 
-def where_they_lay(new: PyTree, old: PyTree) -> PyTree:
+def where_they_lay(new: T, old: PyTree) -> T:
     """New arrays, each in host memory if the old one lies there."""
     return _moved(new, jax.memory.Space.Host, map(is_on_host, jax.tree.leaves(old)))
 
 
-def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
+def _moved(tree: T, space: Any, moves: Iterable[bool]) -> T:
     """The tree with some of its leaves there."""
     leaves, chosen = jax.tree.leaves(tree), list(moves)
     arrays = [x for x, use in zip(leaves, chosen, strict=True) if use]
@@ -97,7 +100,8 @@ def _moved(tree: PyTree, space: Any, moves: Iterable[bool]) -> PyTree:
     moved = iter(jax.device_put(arrays, space, src=sources))
     pairs = zip(leaves, chosen, strict=True)
     placed = [next(moved) if use else x for x, use in pairs]
-    return jax.tree.unflatten(jax.tree.structure(tree), placed)
+    result: T = jax.tree.unflatten(jax.tree.structure(tree), placed)
+    return result
 
 
 def sharded_where(sharding: Any, array_type: Leaf) -> Any:
@@ -125,7 +129,7 @@ def add_note(error: ValueError, function: str, remedy: str, **arguments: PyTree)
     error.add_note(f"{function}: {came}; {remedy}.")
 
 
-def where_it_lies(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+def where_it_lies(f: Callable[[A], T], tree: A) -> T:
     """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
     if any(map(is_on_host, jax.tree.leaves(tree))):
         return to_host(f(to_device(tree)))

@@ -11,7 +11,7 @@ from jgrad._trees.trees import is_leaf, is_masked
 from jgrad._trees.variables import leaves_with_paths, named_leaves
 
 
-def keys_of(path: Sequence[object]) -> list[str]:
+def keys_of(path: Sequence[object]) -> tuple[str, ...]:
     """The keys of a path, as text."""
     keys: list[str] = []
     for entry in path:
@@ -21,7 +21,7 @@ def keys_of(path: Sequence[object]) -> list[str]:
                 name = value
         for key in name if isinstance(name, tuple) else (name,):
             keys += str(key).split("/")
-    return keys
+    return tuple(keys)
 
 
 def common_end(a: Sequence[str], b: Sequence[str]) -> int:

@@ -29,7 +29,7 @@ _NAME = "accumulate"
 _LARGEST_SUM = 2.0**125  # of weights; its reciprocal is an ordinary float32
 
 Every = Count | Schedule
-Leaves = list[Leaf]
+Sums = dict[int, jax.Array]  # by the position of a leaf
 
 
 class _OfWindow:
@@ -305,7 +305,7 @@ def accumulate(
         new = window.next_state(kind, total, inner)
         if around.windows is not None:
             around.windows.settle(steps)
-            around.windows.keep(*map(jax.tree.leaves, (new, before)))
+            around.windows.settle(new, before)
         return steps, new
 
     return pair(init, update, _NAME, kind)
@@ -336,7 +336,7 @@ def _use(
         finite = decisions.all_finite(inputs.g, devices) if check_finite else True
     if around.windows is None:
         return finite
-    around.windows.leave_out(trees.flatten(updates)[0])
+    around.windows.leave_out(updates)
     if around.windows.flag is around.finite:
         return finite
     return finite & decisions.agreed(around.windows.flag, devices)
@@ -362,7 +362,8 @@ class _Window:
 
     Attributes:
       inputs: of the call.
-      sums: what was added up before, an entry per leaf; without a sum, None for each.
+      updated: of the leaves that have a gradient.
+      sums: what was added up before, by the position of a leaf; empty without a sum.
       has_sum: whether there is a sum; a window of one mini-batch needs none.
       weights: the weight of the mini-batch; empty where none has one.
       divisor: the weights of the gradients in the sum, or how many these are.
@@ -381,9 +382,11 @@ class _Window:
         mean: bool,
     ) -> None:
         self.inputs, self.mean, self.has_sum = inputs, mean, state.total is not None
-        self.updated = inputs if all(inputs.is_updated) else inputs.updated()
-        sums = inputs.moment("state.total", state.total) if self.has_sum else None
-        self.sums: Leaves = sums or [None] * len(inputs.g)
+        self.updated = inputs.updated()
+        self._old = inputs.moment("state.total", state.total) if self.has_sum else []
+        self.sums: Sums = {i: x for i, x in enumerate(self._old) if x is not None}
+        # Of the leaves with a gradient.
+        self._with_gradient = leafwise.at(self._old, self.updated.rows) if self.has_sum else []
         is_full = use is True and not self.has_sum
         self.use, self._emit = jnp.asarray(use), jnp.asarray(emit)
         self._mini_step = state.mini_step + 1
@@ -397,7 +400,11 @@ class _Window:
         # Without a finite mini-batch there is no mean, and the total is still zero.
         self.close: Flag = True if is_full else self._emit & (self.divisor > 0)
 
-    def means(self) -> Leaves:
+    def _with(self, new: list[jax.Array]) -> Sums:
+        """New sums of leaves with a gradient; all others stay."""
+        return self.sums | dict(zip(self.updated.rows, new, strict=True))
+
+    def means(self) -> Sums:
         """The means of all gradients in the window, or the sums."""
         divisor = jnp.maximum(self.divisor, 1)
         if self.weights:
@@ -405,45 +412,34 @@ class _Window:
         divisor = divisor if self.mean else jnp.ones_like(divisor)
         # Without a sum, the zeros in the branch are constants and take no memory.
         g = self.updated.g
-        sums = self._updated_sums() if self.has_sum else list(map(jnp.zeros_like, g))
-        means = apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights)
-        return self.updated.put_back(means, self.sums)
+        sums = self._with_gradient if self.has_sum else list(map(jnp.zeros_like, g))
+        return self._with(apply(_mean, sums, g, self.use, divisor.astype(float), *self.weights))
 
-    def _updated_sums(self) -> list[jax.Array]:
-        """The sums of leaves with a gradient; all others stay."""
-        sums: list[jax.Array] = leafwise.at(self.sums, self.updated.rows)
-        return sums
-
-    def widened(self) -> Leaves:
+    def widened(self) -> Sums:
         """The old sums, in the dtypes of the means."""
-        both = zip(self._updated_sums(), self.updated.g, strict=True)
-        wide = [numerics.widen(x, numerics.real_dtype(x, g)) for x, g in both]
-        return self.updated.put_back(wide, self.sums)
+        both = zip(self._with_gradient, self.updated.g, strict=True)
+        return self._with([numerics.widen(x, numerics.real_dtype(x, g)) for x, g in both])
 
-    def total(self) -> Leaves:
+    def total(self) -> Sums:
         """The sums with this mini-batch, in a window that stays open."""
-        total = apply(_sum, self._updated_sums(), self.updated.g, self.use, *self.weights)
-        return self.updated.put_back(total, self.sums)
+        sums = self._with_gradient
+        return self._with(apply(_sum, sums, self.updated.g, self.use, *self.weights))
 
-    def next_total(self, sums: Leaves) -> Leaves:
+    def next_total(self, sums: Sums) -> Sums:
         """The sums with this mini-batch, and zeros where the window is closed."""
-
-        if not self.has_sum:
-            return self.sums
-        there = {i: x for i, x in enumerate(sums) if x is not None}
-        calls: dict[int, Call] = {i: (_zero_if, (x, self.close)) for i, x in there.items()}
+        calls: dict[int, Call] = {i: (_zero_if, (x, self.close)) for i, x in sums.items()}
         for i, g in zip(self.updated.rows, self.updated.g, strict=True):
             calls[i] = _next_sum, (sums[i], g, self.use, self.close, *self.weights)
-        new = dict(zip(calls, leafwise.run(list(calls.values())), strict=True))
-        return list(map(new.get, range(len(sums))))
+        return dict(zip(calls, leafwise.run(list(calls.values())), strict=True))
 
-    def next_state(self, kind: type[PyTree], total: Leaves, inner: PyTree) -> PyTree:
+    def next_state(self, kind: type[PyTree], total: Sums, inner: PyTree) -> PyTree:
         """The state after the call."""
+        leaves = list(map(total.get, range(len(self._old))))
         return kind(
             jnp.where(self._emit, 0, self._mini_step),
             jnp.where(self._emit, 0, self._count),
             self._skipped,
-            self.inputs.moments(total, self.sums) if self.has_sum else None,
+            self.inputs.moments(leaves, self._old) if self.has_sum else None,
             inner,
             *([jnp.where(self._emit, 0.0, self.divisor)] if self.weights else []),
         )
@@ -455,7 +451,7 @@ def _branches(
     state: PyTree,
     params: PyTree,
     extra_args: dict[str, PyTree],
-) -> tuple[PyTree, Leaves, PyTree]:
+) -> tuple[PyTree, Sums, PyTree]:
     """Updates, sums and the state of `tx` where the window may close.
 
     One array for each leaf goes through two branches, in the place of the sum. If the window closes
@@ -464,56 +460,51 @@ def _branches(
     """
     around = told().windows
     clips = around is not None and around.clips
-    inputs, sums, close = window.inputs, window.sums, window.close
-    fits = list(map(_fits, inputs.reference.leaves, sums))
-    divided = sums
-    if window.has_sum:
-        divided = decisions.branch(close, window.means, window.widened)
+    inputs, updated, sums, close = window.inputs, window.updated, window.sums, window.close
+    fitting = [i for i, x in sums.items() if _fits(inputs.reference.leaves[i], x)]
+    divided = decisions.branch(close, window.means, window.widened) if window.has_sum else {}
     # What a branch reads varies like the choice between both, which `vmap` makes elementwise.
     names = shardings.varying_axes(close)
     params, extra_args = shardings.varying_over((params, extra_args), names)
     is_unrounded = inside.states_with(state, inside.UNROUNDED)
 
-    def gradient(x: jax.Array, g: jax.Array) -> jax.Array:
+    def gradient(mean: jax.Array, g: jax.Array) -> jax.Array:
         if is_unrounded:
-            return x
-        rounded = x.astype(g.dtype)
-        return rounded if window.mean else numerics.saturated(rounded, x)
+            return mean
+        rounded = mean.astype(g.dtype)
+        return rounded if window.mean else numerics.saturated(rounded, mean)
 
-    def run() -> tuple[tuple[Leaves, PyTree], None]:
+    def stored(updates: list[Leaf], arrays: list[Leaf] | Sums) -> list[Leaf]:
+        """Updates, but of arrays that fit those that are stored, in the dtypes of the sums."""
+        for i in fitting:
+            updates[i] = arrays[i].astype(sums[i].dtype)
+        return updates
+
+    def run() -> tuple[tuple[list[Leaf], PyTree], None]:
         means = divided if window.has_sum else window.means()
-        with_gradients = leafwise.at(means, window.updated.rows), window.updated.g
-        gradients = window.updated.gradients(list(map(gradient, *with_gradients)))
+        gradients = [gradient(means[i], g) for i, g in zip(updated.rows, updated.g, strict=True)]
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):
-            steps, new = tx.update(gradients, state, params, **extra_args)
-        steps = inputs.directions(trees.flatten(steps)[0])
-        both = (steps, new), (inputs.zeros(), state)
+            steps, new = tx.update(updated.gradients(gradients), state, params, **extra_args)
+        both = (inputs.directions(trees.flatten(steps)[0]), new), (inputs.zeros(), state)
         steps, new = decisions.decided(True, *both, commit, clips=clips)
-        stored = zip(trees.flatten(steps)[0], sums, fits, strict=True)
-        return ([u.astype(x.dtype) if fit else u for u, x, fit in stored], new), None
+        leaves = trees.flatten(steps)[0]
+        return (stored(leaves, leaves), new), None
 
-    def hold() -> tuple[Leaves, PyTree]:
-        stored = zip(divided, sums, trees.flatten(inputs.zeros())[0], fits, strict=True)
-        return [x.astype(old.dtype) if fit else zero for x, old, zero, fit in stored], state
+    def hold() -> tuple[list[Leaf], PyTree]:
+        return stored(trees.flatten(inputs.zeros())[0], divided), state
 
     (held, new), _ = decisions.noted_branch(close, run, hold)
-    is_open = jnp.logical_not(close)
-    moved = [
-        (_zero_if, (x, is_open)) if fit else (leafwise.identity, (x,))
-        for x, fit in zip(held, fits, strict=True)
-    ]
-    steps = inputs.directions(leafwise.run(moved))
-    stored = zip(held, sums, fits, strict=True)
-    return steps, window.next_total([x if fit else o for x, o, fit in stored]), new
+    moved = apply(_zero_if, leafwise.at(held, fitting), jnp.logical_not(close))
+    steps = dict(enumerate(held)) | dict(zip(fitting, moved, strict=True))
+    total = window.next_total(sums | {i: held[i] for i in fitting}) if window.has_sum else {}
+    return inputs.directions(list(steps.values())), total, new
 
 
-def _fits(step: jax.Array | None, total: jax.Array | None) -> bool:
+def _fits(step: Leaf, total: jax.Array) -> bool:
     """Whether an array like the first can be stored in one like the second, bit for bit."""
-    if step is None or total is None or not jnp.issubdtype(step.dtype, jnp.inexact):
-        return False
-    is_alike = jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
+    is_alike = checks.is_inexact(step) and jnp.iscomplexobj(step) == jnp.iscomplexobj(total)
     return bool(is_alike and jnp.finfo(step.dtype).bits <= jnp.finfo(total.dtype).bits)
 
 

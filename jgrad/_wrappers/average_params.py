@@ -17,7 +17,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import PyTree, state_of
-from jgrad._wrappers import copies, inside, parameters
+from jgrad._wrappers import inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "average_params"
@@ -106,7 +106,7 @@ def average_params(
         raise ValueError(f"{_NAME}: `debias`: True, expected {expected}.")
 
     def init(params: PyTree) -> EmaState:
-        average = copies.begin(parameters.checked(_NAME, params))
+        average = parameters.copied(parameters.checked(_NAME, params))
         return EmaState(counter(params), average, tx.init(params))
 
     def update(
@@ -115,7 +115,7 @@ def average_params(
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
         steps, inner = inputs.hand_over(tx, updates, state.inner, params)
-        old = copies.in_state(inputs, "state.average", state.average)
+        old = parameters.copies_in_state(inputs, "state.average", state.average)
         after = trees.flatten(parameters.applied(params, steps, inputs.then))[0]
         # Where the average has None, `init` saw no parameter: it may have got only part of a model.
         new = {i: after[i] for i, o in enumerate(old) if o is not None}

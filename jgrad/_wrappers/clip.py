@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import apply, on_leaf
+from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, narrow
+from jgrad._inputs.around import narrow, run_and_say
 from jgrad._inputs.inputs import Parameters
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
@@ -141,9 +141,7 @@ def clip_by_global_norm(
             bound = norms.ScaledNorm(state.norm, jnp.ones_like(state.norm))
             state = ClipState(_last_finite(norm, state.norm))
         factors = _ratio(*bound, numbers.scalar(name, "max_norm", max_norm))
-        leaves = rules.cast_back(apply(rules.scale_by, inexact, *factors), inexact)
-        for x, new in zip(inexact, leaves, strict=True):
-            made_of(new, clipped, x, *factors)
+        leaves = run_and_say([(clipped, (x, *factors)) for x in inexact])
         around = told()
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if around.commit is not None:
@@ -162,7 +160,7 @@ def _last_finite(norm: norms.ScaledNorm, old: jax.Array) -> jax.Array:
 
 
 def clipped(x: jax.Array, *factors: jax.Array) -> jax.Array:
-    """How a gradient was made, for `made_of`."""
+    """An update, scaled; `run_and_say` tells a kernel that it was made so."""
     return rules.scale_by(x, *factors).astype(x.dtype)
 
 
@@ -201,15 +199,13 @@ def global_norm(tree: PyTree, *, mesh_axes: MeshAxes = None) -> jax.Array:
 def _inexact(function: str, name: str, tree: PyTree) -> Parameters:
     """What is known about the leaves that count."""
     tree = checks.values_of(tree)
-    float0 = jax.dtypes.float0
-    without = trees.map_leaves(lambda x: None if getattr(x, "dtype", None) == float0 else x, tree)
-    checks.arrays_or_numbers(function, name, without)
-    arg = ArgLeaves.from_tree(function, name, without)
+    arg = ArgLeaves.from_tree(function, name, tree)
     for i, x in enumerate(arg.leaves):
-        if isinstance(x, int):  # which has no dtype that says so
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or a float")
-    inputs = Parameters(function, tree, name)
-    return inputs if all(inputs.is_updated) else inputs.updated()
+        is_no_number = getattr(x, "dtype", None) == jax.dtypes.float0 or x is None
+        if not (is_no_number or isinstance(x, float) or checks.is_numeric(x)):
+            number = "a float" if checks.is_number(x) else "a number"
+            arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array or {number}")
+    return Parameters(function, tree, name).updated()
 
 
 def _layers(inputs: Parameters, mesh_axes: PyTree, params: PyTree = None) -> list[LayerAxes]:

@@ -6,7 +6,7 @@ Inside `shard_map`, the chosen arrays vary along the mesh axes along which the d
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -42,18 +42,23 @@ def all_finite(tree: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
     return _all([(_is_finite, (x,)) for x in leaves], mesh_axes)
 
 
-def stays_finite(new: PyTree, old: PyTree, mesh_axes: tuple[str, ...] = ()) -> jax.Array:
-    """Whether nothing became non-finite: some states and masks hold an infinity from the start."""
-    leaves = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True)
-    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in leaves if checks.is_inexact(n)]
+def stays_finite(pairs: Iterable[tuple[Leaf, Leaf]], mesh_axes: tuple[str, ...]) -> jax.Array:
+    """Whether no new array became non-finite: some states hold an infinity from the start.
+
+    Args:
+      pairs: new and old arrays.
+      mesh_axes: as for `all_finite`.
+    """
+    calls = [(_stays_finite, (n, jnp.asarray(o))) for n, o in pairs if checks.is_inexact(n)]
     return _all(calls, mesh_axes)
 
 
 def _all(calls: Sequence[Call], mesh_axes: tuple[str, ...]) -> jax.Array:
     """Whether all calls, of which each is 0 or NaN, are 0."""
     faults = leafwise.run(calls)
-    stacks = [_stacked(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
-    flag = agreed(_none_of(stacks) if stacks else jnp.asarray(True), mesh_axes)
+    while len(faults) > _TOGETHER:
+        faults = [_worst(faults[i : i + _TOGETHER]) for i in range(0, len(faults), _TOGETHER)]
+    flag = agreed(_worst(faults) == 0 if faults else jnp.asarray(True), mesh_axes)
     everywhere: jax.Array = over_shares("skip_nonfinite", EVERY, flag)
     return everywhere
 
@@ -65,17 +70,11 @@ def computed_once(flag: jax.Array) -> jax.Array:
 
 
 @jit_static_kwargs
-def _stacked(faults: list[jax.Array]) -> jax.Array:
-    return jnp.stack(faults)
-
-
-@jit_static_kwargs
-def _none_of(stacks: list[jax.Array]) -> jax.Array:
+def _worst(faults: list[jax.Array]) -> jax.Array:
     # By a sort, which puts NaN last. XLA would fuse a chain of `and`s over all leaves into each
     # kernel that reads the result, for every leaf: compile time would be quadratic in the leaves.
     # A sort is not fused, and unlike a loop or a branch it does not make an accelerator wait.
-    faults = stacks[0] if len(stacks) == 1 else jnp.concatenate(stacks)
-    return jnp.sort(faults)[-1] == 0
+    return jnp.sort(jnp.stack(faults))[-1]
 
 
 @jit_static_kwargs
@@ -103,9 +102,10 @@ def _stays_finite(new: jax.Array, old: jax.Array) -> jax.Array:
 
 def mesh_axes_of(inputs: Inputs, mesh_axes: PyTree) -> tuple[str, ...]:
     """All mesh axes over which some leaf is sharded."""
-    leaves = trees.flatten(inputs.shapes)[0]
-    named = in_shard_map(inputs.placements(mesh_axes), leaves).leaves
-    return tuple(sorted({*_axes_of_shards(inputs)}.union(*(x.names for x in named))))
+    names, leaves = _axes_of_shards(inputs), trees.flatten(inputs.shapes)[0]
+    for x in in_shard_map(inputs.placements(mesh_axes), leaves).leaves:
+        names.update(x.names)
+    return tuple(sorted(names))
 
 
 def _axes_of_shards(inputs: Parameters) -> set[str]:
@@ -125,7 +125,8 @@ def axes_of_models(function: str, params: PyTree, mesh_axes: PyTree = None) -> t
 
     All parameters vary along them, and none is said to be sharded over them.
     """
-    varying = _varying_axes(params)
+    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
+    varying = [set(shardings.varying_axes(x)) for x in arrays if checks.is_inexact(x)]
     if not any(varying):
         return ()
     named = all_names(function, mesh_axes) | _axes_of_shards(Parameters(function, params))
@@ -138,15 +139,6 @@ def of_models(function: str, params: PyTree, value: float) -> jax.Array:
         jnp.full((), value, jnp.float32), axes_of_models(function, params)
     )
     return x
-
-
-def _varying_axes(params: PyTree) -> list[set[str]]:
-    """The mesh axes along which each parameter varies, as its type says."""
-    return [
-        set(shardings.varying_axes(x))
-        for x in jax.tree.leaves(params)
-        if isinstance(x, jax.Array) and checks.is_inexact(x)
-    ]
 
 
 def as_updated(
@@ -164,7 +156,7 @@ def as_updated(
     vary, until one changes no type: one counter may decide about another. If that needs arguments
     of its own, all varies along the `axes_of_models`.
     """
-    if not any(_varying_axes(params)):
+    if not shardings.varying_axes(*filter(checks.is_inexact, jax.tree.leaves(params))):
         return state
 
     def dry(params: PyTree, state: T) -> T:
@@ -240,7 +232,10 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     """
     if isinstance(use, jax.core.Tracer):
         names = shardings.varying_axes(use)
-        branches = [lambda f=f: shardings.varying_over(f(), names) for f in (otherwise, then)]
+        branches = [
+            lambda: shardings.varying_over(otherwise(), names),
+            lambda: shardings.varying_over(then(), names),
+        ]
         # XLA copies what a branch returns unchanged, unless it is the first branch. On GPUs, it
         # swaps the branches of a bool, but not those of a number.
         results = jax.lax.switch(use.astype(jnp.int32), branches)
@@ -335,9 +330,11 @@ def choose(
         use = () if use_new is True else (use_new,)
         return leafwise.fixed(_choice, largest=bound), (n, o, *use)
 
+    leaves: list[Leaf] = jax.tree.leaves(new)
     structure: Structure = jax.tree.structure(new)
-    old_arrays = jax.tree.leaves(jax.tree.map(lambda _, o: o, new, old))
-    return structure.unflatten(leafwise.run(list(map(choice, jax.tree.leaves(new), old_arrays))))
+    return structure.unflatten(
+        leafwise.run(list(map(choice, leaves, structure.flatten_up_to(old))))
+    )
 
 
 def _choice(new: jax.Array, old: jax.Array, *use: jax.Array, largest: float) -> jax.Array:

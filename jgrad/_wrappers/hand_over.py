@@ -22,6 +22,9 @@ from jgrad._wrappers.decisions import Flag
 
 Arrays = tuple[jax.Array, ...]
 
+# Whether a part of a state is that of a wrapper which leaves gradients out.
+_is_window = functools.partial(inside.says, attribute=inside.REJECTED)
+
 
 class WrapperInputs(Inputs):
     """The inputs of one update of a wrapper, and the call of the transformation inside.
@@ -130,9 +133,7 @@ class RejectingInputs(WrapperInputs):
           judged_on: if the flag says whether the gradients are finite, the mesh axes along which
             devices agree about it.
         """
-        judged = None
-        if judged_on is not None:
-            judged = [g for g in trees.flatten(gradients)[0] if checks.is_inexact(g)]
+        judged = None if judged_on is None else gradients
         agreed = functools.partial(decisions.agreed, mesh_axes=judged_on or ())
         commit = Commit(flag, self.outer, clips=clips, judged=judged, agreed=agreed)
         finite = self.finite if judged_on is None else flag
@@ -151,7 +152,7 @@ class RejectingInputs(WrapperInputs):
         what it returns is taken as it is.
         """
         new = self.tried(tx, gradients, flag, clips=False)
-        use: Flag = True if new.commit.is_heard else new.commit.flag
+        use: Flag = new.commit.flag if new.commit.left_out is None else True
         old = self.zeros(), self.state
         return decisions.decided(use, new.results, old, new.commit, clips=False)
 
@@ -172,9 +173,10 @@ def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
 
 
 def beside_windows(new: PyTree, old: PyTree) -> list[tuple[Leaf, Leaf]]:
-    """The new and old arrays of a state that belong to no wrapper which leaves gradients out."""
-    pairs = (jax.tree.leaves(x, is_leaf=_is_window) for x in (new, old))
-    return [(n, o) for n, o in zip(*pairs, strict=True) if not _is_window(n)]
+    """New and old arrays that belong to no wrapper which leaves gradients out, if they differ."""
+    news, olds = jax.tree.leaves(new, is_leaf=_is_window), jax.tree.leaves(old, is_leaf=_is_window)
+    pairs = zip(news, olds, strict=True)
+    return [(n, o) for n, o in pairs if n is not o and not _is_window(n)]
 
 
 def _with_sums(old: PyTree, new: PyTree) -> PyTree:
@@ -186,8 +188,3 @@ def _with_sums(old: PyTree, new: PyTree) -> PyTree:
         return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
 
     return jax.tree.map(with_zeros, old, new, is_leaf=_is_window)
-
-
-def _is_window(x: PyTree) -> bool:
-    """Whether a part of a state is that of a wrapper which leaves gradients out."""
-    return inside.says(x, inside.REJECTED)

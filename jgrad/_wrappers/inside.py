@@ -16,7 +16,6 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -122,20 +121,11 @@ def check_order(name: str) -> None:
             )
 
 
-@contextmanager
-def standing_around(name: str) -> Iterator[None]:
-    """Checks a wrapper, and stands it around what is inside, while the `init` of that runs."""
-    check_order(name)
-    with during(_around, (*_around.get(), name)):
-        yield
-
-
 def check_others(state: PyTree) -> None:
     """The same for wrappers of optax, in the state of what is inside."""
-    kinds = tuple(_OF_OPTAX)
-    for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(x, kinds):
-            check_order(_OF_OPTAX[type(x)])
+    for x in jax.tree.leaves(state, is_leaf=lambda x: type(x) in _OF_OPTAX):
+        if name := _OF_OPTAX.get(type(x)):
+            check_order(name)
             check_others(tuple(x))
 
 
@@ -220,30 +210,20 @@ def transformation(
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
-    is_offloaded = is_offload(tx)
-    tx = _in_shares(optax.with_extra_args_support(tx))
-    if may_be_offloaded:
-        return tx
-    if is_offloaded:
+    if is_offload(tx) and not may_be_offloaded:
         _refuse_offload(function)
+    tx, name = optax.with_extra_args_support(tx), name_in_order or function
 
     def init(params: PyTree) -> PyTree:
+        check_order(name)
         directions = told().directions
         directions = [] if directions is None else directions
-        with standing_around(name_in_order or function), telling(directions=directions):
+        with during(_around, (*_around.get(), name)), telling(directions=directions):
             state = tx.init(params)
             check_others(state)
         if function in _OF_WEIGHTS:
             _check_step(function, state, directions)
         return state
-
-    return optax.GradientTransformationExtraArgs(init, tx.update)
-
-
-def _in_shares(
-    tx: optax.GradientTransformationExtraArgs,
-) -> optax.GradientTransformationExtraArgs:
-    """`tx`, whose operations a share marks as those of another library."""
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
@@ -251,10 +231,10 @@ def _in_shares(
         share = told().share
         if share is None:
             return tx.update(updates, state, params, **extra_args)
-        with share.within(is_own=False):
+        with share.within(is_own=False):  # a share marks operations as those of another library
             return tx.update(updates, state, params, **extra_args)
 
-    return tx._replace(update=update)
+    return optax.GradientTransformationExtraArgs(tx.init if may_be_offloaded else init, update)
 
 
 UNROUNDED, REJECTED = "__jgrad_unrounded__", "__jgrad_rejected__"

@@ -21,7 +21,7 @@ from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
 from jgrad._trees.protocols import Leaf, PyTree, state_of
-from jgrad._wrappers import copies, decisions, inside, parameters
+from jgrad._wrappers import decisions, inside, parameters
 from jgrad._wrappers.hand_over import WrapperInputs
 
 _NAME = "schedule_free"
@@ -126,7 +126,7 @@ def schedule_free(
 
     def init(params: PyTree) -> ScheduleFreeState:
         arrays = parameters.checked(_NAME, params)
-        z, average, seen = (copies.begin(arrays, checks.is_inexact) for _ in range(3))
+        z, average, seen = (parameters.copied(arrays, checks.is_inexact) for _ in range(3))
         real = numerics.real_dtype(*filter(checks.is_inexact, trees.flatten(arrays)[0]))
         zero = counter(params).astype(real)
         inner = tx.init(_with(seen, params))
@@ -138,8 +138,8 @@ def schedule_free(
     ) -> tuple[PyTree, ScheduleFreeState]:
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         inputs.require_params("the average")
-        z = copies.in_state(inputs, "state.z", state.z)
-        average = copies.in_state(inputs, "state.average", state.average)
+        z = parameters.copies_in_state(inputs, "state.z", state.z)
+        average = parameters.copies_in_state(inputs, "state.average", state.average)
         value, complement, _ = numbers.beta(_NAME, "beta", beta)
         leaves, structure = trees.flatten(params)
         copied = [i for i, x in enumerate(z) if x is not None]

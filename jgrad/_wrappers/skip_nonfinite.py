@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
-from jgrad._inputs.around import made_of, origin
+from jgrad._inputs.around import origin, run_and_say
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
@@ -151,9 +150,7 @@ def skip_nonfinite(
         if loss_scale is not None:
             updated = inputs.updated()
             _check_unclipped(updated)
-            leaves = apply(rules.divide, updated.g, state.loss_scale)
-            for x, g in zip(leaves, updated.g, strict=True):
-                made_of(x, rules.divide, g, state.loss_scale)
+            leaves = run_and_say([(rules.divide, (g, state.loss_scale)) for g in updated.g])
             unscaled = updated.gradients(leaves)
         finite = all_finite(leaves, sharded_over)
         if inputs.finite is not None:
@@ -229,7 +226,7 @@ def _committed(
     works = _works(inputs, new, check_results, mesh_axes)
     use: Flag = new.commit.flag & works
     old = inputs.state
-    if new.commit.is_heard:
+    if new.commit.left_out is not None:
         works &= _is_seen_nowhere_else(inputs, new, gradients, mesh_axes)
         use, old = works, old if works is True else rejected(old, new.results[1], new.commit.flag)
     # What was told inwards is this decision, unless something was found since.
@@ -253,12 +250,13 @@ def _works(
     rows = [i for i, u in enumerate(updates) if is_looked_at(u)]
     works: Flag = True
     if states:
-        works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
+        works &= stays_finite(states, mesh_axes)
     if rows:
         steps, params = leafwise.at((updates, inputs.reference.leaves), rows)
         works &= all_finite(steps, mesh_axes)
         if inputs.w is not None:
-            works &= stays_finite(parameters.applied(params, steps), params, mesh_axes)
+            new_params = parameters.applied(params, steps)
+            works &= stays_finite(zip(new_params, params, strict=True), mesh_axes)
     return works
 
 
@@ -267,15 +265,15 @@ def _is_seen_nowhere_else(
 ) -> Flag:
     """Whether gradients that windows leave out did not spoil what is beside these."""
     updates, state = new.results
-    leaves = zip(trees.flatten(gradients)[0], trees.flatten(updates)[0], strict=True)
-    steps = [u for g, u in leaves if checks.is_inexact(g) and not new.commit.is_left_out(g)]
-    beside = beside_windows(state, inputs.state)
-    states = [(n, o) for n, o in beside if n is not o and checks.is_inexact(n)]
-    if not (steps or states):
+    leaves, left_out = trees.flatten(gradients)[0], new.commit.left_out or {}
+    pairs = zip(leaves, trees.flatten(updates)[0], strict=True)
+    beside = [
+        u for g, u in pairs if checks.is_inexact(g) and id(origin(g).arrays[0]) not in left_out
+    ]
+    states = [pair for pair in beside_windows(state, inputs.state) if checks.is_inexact(pair[0])]
+    if not (beside or states):
         return True
-    works = all_finite(steps, mesh_axes)
-    works &= stays_finite([n for n, _ in states], [o for _, o in states], mesh_axes)
-    return new.commit.flag | works
+    return new.commit.flag | all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes)
 
 
 def _next_scale(

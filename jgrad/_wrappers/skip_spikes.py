@@ -161,7 +161,7 @@ def skip_spikes(
         inputs.extra_args |= {"loss": loss}
         steps, inner = inputs.accepted(tx, updates, accepted)
         # ---- the window
-        before = _counts(state)
+        before = state.skipped, *state[2:]
         counts = _next_counts(state, value, accepted, restart)
         if inputs.finite is not None:
             counts = decisions.choose(inputs.finite, counts, before)
@@ -207,11 +207,6 @@ def _median(x: jax.Array, is_there: jax.Array, count: jax.Array) -> jax.Array:
     last = jnp.maximum(count - 1, 0)
     pair_of = x[last // 2] / 2 + x[(last + 1) // 2] / 2
     return jnp.where(count > 0, pair_of, 0.0)
-
-
-def _counts(state: SpikeState) -> tuple[jax.Array, ...]:
-    """What belongs to the wrapper itself."""
-    return state.skipped, *state[2:]
 
 
 def _next_counts(

@@ -35,11 +35,6 @@ _NONFINITE = "nonfinite"
 _LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
-def is_measure(key: str) -> bool:
-    """Whether a number is one of these."""
-    return key.partition("/")[0] in (_GRADIENTS, _UPDATES, _PARAMS, _RATIO, _NONFINITE)
-
-
 def norms_of_update(
     inputs: Inputs,
     layers: Sequence[LayerAxes],
@@ -227,14 +222,14 @@ def watch(
 
     def update_of(
         updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **record: Any
-    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
+    ) -> tuple[tuple[PyTree, PyTree], Measured]:
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = layer_options.layers(inputs, mesh_axes, layer_axes)
         steps, inner = inputs.hand_over(tx, updates, state, params, **record)
         numbers = norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
-        return (inputs, steps, inner), numbers | record["notes"]
+        return (steps, inner), numbers | record["notes"]
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: PyTree
@@ -251,7 +246,7 @@ def watch(
             return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
-            (inputs, steps, inner), report = measured()
+            (steps, inner), report = measured()
         else:
             is_next = (calls == 1) | (calls % every == 0)
             report = decisions.branch(is_next, lambda: measured()[1], lambda: old)
@@ -259,7 +254,7 @@ def watch(
             updated = inputs.updated()
             later = updated.gradients(_after(report[_MEASURED], updated.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, notes=None)
-        report = _kept(inputs, report | {_CALLS: calls}, old)
+        report |= {_CALLS: calls}
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
     return pair(init, update, _NAME, WatchState)
@@ -334,7 +329,8 @@ def _keys(report: dict[str, jax.Array], params: PyTree) -> dict[str, str]:
 
 def _is_own(key: str) -> bool:
     """Whether a number is of `watch` itself, and no note."""
-    return key in (_CALLS, _MEASURED) or is_measure(key)
+    own = (_GRADIENTS, _UPDATES, _PARAMS, _RATIO, _NONFINITE)
+    return key in (_CALLS, _MEASURED) or key.partition("/")[0] in own
 
 
 def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
@@ -354,15 +350,6 @@ def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
         if key in new and new[key].shape == jnp.shape(x):
             numbers[key] = shardings.varying_over(new[key], shardings.varying_axes(x))
     return numbers
-
-
-def _kept(
-    inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """The numbers of a report as they are stored: old ones where an update is not committed."""
-    keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
-    kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
-    return new | dict(zip(keys, kept, strict=True))
 
 
 def _after(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:

@@ -7,7 +7,6 @@ import dataclasses
 from jgrad._inputs.transformation import pair
 from jgrad._layers import array_spec
 from jgrad._packed import packing
-from jgrad._packed.array_spec import BufferSpec
 from jgrad._packed.layouts import Shard
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
@@ -158,9 +157,9 @@ def _check_state(state: PyTree, local: Shard) -> None:
     """Checks that each buffer is this device's shard; if one cannot be divided, `tx` knows why."""
     arg = ArgLeaves.from_tree(_NAME, "state", state)
     for i, (x, spec) in enumerate(zip(arg.leaves, array_spec.specs(state), strict=True)):
-        if not isinstance(spec, BufferSpec) or spec.shape[0] % local.devices:
+        if not spec.has_rows or spec.shape[0] % local.devices:
             continue
-        expected = spec.over(local).local_shape
+        expected = dataclasses.replace(spec, shard=local).local_shape
         if getattr(x, "shape", None) == spec.shape != expected:
             remedy = "shard it as `state_shardings` says, or call `init` here"
             problem = f"shape {x.shape}, expected {expected}, this device's; {remedy}"

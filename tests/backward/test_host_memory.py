@@ -24,15 +24,14 @@ from tests.backward.recipes import (
     muon,
 )
 from tests.multi_device.meshes import mesh_of
+from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.eight_bits import moments
 from tests.support.errors import assert_error
 from tests.support.memory import kinds, on_device, on_host
 from tests.support.private import forced, host_memory, inner_equations
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
 CASES = RECIPES | {
     "clipped and rounded": Recipe(
@@ -580,42 +579,13 @@ def test_donation(order):
 
 # ---- bad input ---------------------------------------------------------------------------------
 
-MOVED = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"
-IN_STEP = "`step_in_backward`, which fetches a layer at a time"
-
-
-def wrong_calls():
-    tx, params = adam(), models.params()
-    state, there = tx.init(params), on_host(params)
-    return {
-        "`params` at ['first']": (tx.init, (there,), f"`offload` around it, or {MOVED}"),
-        "`updates` at ['first']": (tx.update, (there, state, params), f"{IN_STEP}, or {MOVED}"),
-        "`params` at ['first'] ": (tx.update, (params, state, there), f"{IN_STEP}, or {MOVED}"),
-        "`params` at ['first']  ": (
-            functools.partial(jgrad.apply_gradients, tx), (params, state, there), f"{IN_STEP}, or {MOVED}"),
-        "`state` at .mw['first']": (
-            tx.update, (params, on_host(state), params), f"`offload` around all of it, or {MOVED}"),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", wrong_calls() if jax.__version_info__ >= (0, 10) else [])
-def test_arrays_that_nothing_fetches(name):
-    """Parameters, gradients or a state in host memory outside of `step_in_backward`."""
-    function, args, expected = wrong_calls()[name]
-    message = f"adam: {name.strip()}: in host memory, expected {expected}."
-    assert_error(ValueError, message, lambda: jax.jit(function)(*args))
+test_arrays_that_nothing_fetches = messages.test_of("host_memory", globals())
 
 
 def test_what_is_not_fetched_in_a_block():
-    """The carry, and what a block closes over."""
+    """Such as what it closes over."""
     params, x = models.params(), models.batch()
     other = on_host(params["last"])
-    expected = "it on the device: only layers and `xs` are fetched"
-    assert_error(
-        ValueError,
-        f"scan_layers: `carry`: in host memory, expected {expected}.",
-        lambda: jgrad.scan_layers(models.block, params["layers"], on_host(x)),
-    )
     closes = lambda layer, x: models.block(layer, x) @ other
     with pytest.raises(ValueError, match="memory_space") as caught:
         jgrad.scan_layers(closes, params["layers"], x)

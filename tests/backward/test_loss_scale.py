@@ -118,9 +118,7 @@ def test_what_both_keywords_say(x64, is_forced):
     np.testing.assert_allclose(own, [expected, 3.0], rtol=1e-12)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+@pytest.mark.not_in_jax_0_8("host memory")
 @both_forms
 def test_a_scale_in_host_memory(is_forced):
     """One computes with it on the device alone."""

@@ -86,13 +86,6 @@ MATRICES = jgrad.hidden_matrices(exclude=("first", "last"))
 PACKED = "a packed tree, expected the tree itself, since a buffer mixes all layers"
 
 
-def test_packed_trees():
-    packed = jgrad.pack(PARAMS)
-    message = f"step_in_backward: `{{}}`: {PACKED}: call `unpack`."
-    assert_error(ValueError, message.format("params"), call(params=packed))
-    assert_error(ValueError, message.format("state"), call(state=adam().init(packed)))
-
-
 OF_INIT = (
     "pass `tx.init(params)`, or what a step made of it; in flax nnx, `nnx.as_pure` of "
     "`nnx.state(model, nnx.Param)` and `optimizer.opt_state`."

@@ -14,7 +14,6 @@ from tests.backward.models import AXES, LAYERS, assert_equal
 from tests.backward.recipes import NORMS, adam
 from tests.backward.test_messages import call
 from tests.backward.test_xs import jitted
-from tests.support.errors import assert_error
 from tests.support.private import forced
 
 PARAMS, X = models.params(), models.batch()
@@ -111,12 +110,3 @@ def test_the_axis_that_a_state_needs():
     state = jax.eval_shape(tx.init, params)  # of shapes that a share has, too
     with pytest.raises(ValueError, match="`layer_axes`, such as 1, for this stack"):
         jax.eval_shape(jgrad.step_in_backward(tx, loss), params, state, jnp.ones((2, 4)))
-
-
-def test_other_axes():
-    assert_error(
-        ValueError,
-        "lamb: `layer_axes` at ['layers']['down']: (1,), expected 0 in it: `step_in_backward` "
-        "updates the layers of this stack one by one.",
-        call(jgrad.lamb(1e-2, layer_axes={"first": None, "layers": 1, "last": None})),
-    )

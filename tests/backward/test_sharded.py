@@ -21,6 +21,7 @@ from tests.backward.models import assert_equal
 from tests.backward.on_devices import CASES, METHODS
 from tests.backward.recipes import FIRST, adam, clipped
 from tests.multi_device.meshes import mesh_of, place
+from tests.support import oldest
 from tests.support.errors import assert_error
 from tests.support.memory import kinds
 
@@ -64,8 +65,8 @@ def assert_replicas_agree(tree):
 @pytest.mark.slow(always=QUICK)
 @of_cases
 def test_as_on_one_device(x64, way, where, name):
-    if METHODS[name].on_host and jax.__version_info__ < (0, 10):
-        pytest.skip("The CPU of JAX 0.8 moves nothing to its host's memory.")
+    if METHODS[name].on_host:
+        oldest.skip("host memory")
     found, expected = on_devices.ran(way, where, name), on_devices.on_one_device(name)
     if way != "pmap":  # which checks it where it joins the parts
         assert_replicas_agree((found.params, found.state))

@@ -219,21 +219,7 @@ def test_flags(name, flag):
 # ---- empty containers ----------------------------------------------------------------------------
 
 
-ONLY = "only `params` has ['b']; only `params` has ['w']"
-EMPTY = [
-    (f"adam: `learning_rate` does not have the structure of `params`: {ONLY}.", jgrad.adam({})),
-    (f"adam: `weight_decay_mask` does not have the structure of `params`: {ONLY}.",
-     jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=lambda shapes: {})),
-    ("adafactor: `mesh_axes` does not have the structure of `params`: `mesh_axes` has a list where "
-     "`params` has a dict.", jgrad.adafactor(0.1, mesh_axes=[])),
-    (f"watch: `layer_axes` does not have the structure of `params`: {ONLY}.",
-     jgrad.watch(ADAM, layer_axes={})),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("message", "tx"), EMPTY)
-def test_an_empty_container_is_no_leaf_for_all(message, tx):
-    assert_error(ValueError, message, lambda: updated(tx))
+test_an_empty_container_is_no_leaf_for_all = messages.test_of("empty_containers", globals())
 
 
 @pytest.mark.parametrize("empty", [{}, (), []], ids=repr)
@@ -245,8 +231,6 @@ def test_an_empty_container_is_no_number(empty):
         "lamb: `max_trust_ratio`": lambda: jgrad.lamb(0.1, max_trust_ratio=empty),
     }.items():
         assert_error(ValueError, f"{begin}: {came}", make)
-    message = "adam: `learning_rate`: {} of type dict in `by_path`, expected the value of one leaf."
-    assert_error(ValueError, message, lambda: updated(jgrad.adam(jgrad.by_path({}, rest={}))))
 
 
 def test_of_no_parameters_an_empty_container_has_the_structure():
@@ -306,14 +290,6 @@ def test_the_counters_are_found():
     }  # fmt: skip
 
 
-def test_the_counter_of_a_report_is_an_integer():
-    tx = STATEFUL["watch"]
-    state = tx.init(PARAMS)
-    broken = state._replace(report=state.report | {"calls": 1.0})
-    message = "watch: `state.report['calls']`: 1.0 of type float, expected an int32 scalar."
-    assert_error(TypeError, message, lambda: tx.update(PARAMS, broken, PARAMS))
-
-
 @pytest.mark.parametrize("count", [3, np.int32(3), np.array(3), jnp.int32(3)], ids=type)
 def test_counters_of_files_are_taken(count):
     """Some formats give NumPy's integers, or Python's."""
@@ -349,12 +325,14 @@ def test_init_of_what_is_no_tree_of_arrays(name, tree, came, remedy):
     assert_error(TypeError, message, lambda: tx.init(tree))
 
 
-@pytest.mark.parametrize("came", ["<U1", "object"])
-def test_gradients_that_are_no_numbers(came):
-    grads = {"w": PARAMS["w"], "b": np.array(["x"], came)}
-    problem = f"an array of {came} and shape (1,), expected an array of numbers"
-    message = f"adam: `updates` at ['b']: {problem}."
-    assert_error(TypeError, message, lambda: ADAM.update(grads, ADAM.init(PARAMS)))
+def with_calls(count):
+    """An update with this counter in its report."""
+    tx = STATEFUL["watch"]
+    state = tx.init(PARAMS)
+    return tx.update(PARAMS, state._replace(report=state.report | {"calls": count}), PARAMS)
+
+
+test_what_is_no_number = messages.test_of("no_arrays", globals())
 
 
 # ---- integers as numbers -------------------------------------------------------------------------

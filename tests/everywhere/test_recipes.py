@@ -13,10 +13,6 @@ from benchmarks.recipes import RATE, RECIPES, Recipe, clipped, program
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # schedules of optax promote
 
-
-of_new_xla = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
-)
 packed_or_not = pytest.mark.parametrize("packed", [False, True], ids=["tree", "packed"])
 
 
@@ -84,7 +80,7 @@ def test_every_recipe_has_a_limit():
 
 
 @pytest.mark.slow
-@of_new_xla
+@pytest.mark.not_in_jax_0_8("temporaries")
 @packed_or_not
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes(name, packed):
@@ -96,7 +92,7 @@ def test_bytes(name, packed):
 
 
 @pytest.mark.slow(always=["one device-AdamW, schedule"])
-@of_new_xla
+@pytest.mark.not_in_jax_0_8("temporaries")
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_of_each_leaf(name, devices):
     """A scalar that many leaves read ends in a division; XLA repeats anything less for each leaf."""

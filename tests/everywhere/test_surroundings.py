@@ -23,6 +23,7 @@ import jgrad
 from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
 from tests.optimizers.test_of_leaf import adamax
+from tests.support import oldest
 from tests.support.compilations import compilations
 from tests.support.loops import assert_equal, stack, step_of
 from tests.support.other_platforms import as_on
@@ -419,8 +420,8 @@ def test_e19_e42_as_alone(subject, form, where):
     A rounding may turn a code, or the last bit of a weight in bfloat16, into its neighbour: of a few
     elements.
     """
-    if where in SHARDED and "vmap" in where and jax.__version_info__ < (0, 10):
-        pytest.skip("JAX 0.8 maps no sum over devices where it checks what varies over them.")
+    if where in SHARDED and "vmap" in where:
+        oldest.skip("sums that vary")
     found = SURROUNDINGS[where](subject, form)
     expected = expected_of(subject.name, form)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -433,7 +434,7 @@ def test_e19_e42_as_alone(subject, form, where):
         assert np.mean(far) <= neighbours_of(subject, where), np.max(np.abs(a - b))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="As above.")
+@pytest.mark.not_in_jax_0_8("sums that vary")
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("name", ["lamb_masked", "hyperball", "soap", "adafactor_factored"])
 def test_types_under_vmap(name, where):

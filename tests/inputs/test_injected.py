@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import train
 
@@ -157,49 +158,7 @@ def test_numbers_that_are_all_arrays():
         chex.assert_trees_all_close(found, expected, rtol=1e-5)
 
 
-def test_a_mask_that_is_an_array():
-    for mask in (jnp.asarray(True), jnp.ones(3, bool)):
-        came = f"adam: `weight_decay_mask`: an array of bool and shape {mask.shape}"
-        expected = "expected a tree of bools, or a function of the parameters' shapes"
-        text = f"{came}, {expected}; masks are read while tracing."
-        assert_error(TypeError, text, lambda m=mask: jgrad.adam(0.1, weight_decay_mask=m))
-
-
-def test_hidden_matrices():
-    tx = optax.inject_hyperparams(jgrad.muon)(
-        0.1, matrices=jgrad.hidden_matrices(), adam_learning_rate=0.1
-    )
-    with pytest.raises(TypeError, match=r"^hidden_matrices: `params`: an array of int32 and shape"):
-        tx.init(W)
-
-
-def test_axes_that_are_arrays():
-    tx = optax.inject_hyperparams(jgrad.lamb)(0.1, layer_axes=0)
-    assert_error(
-        TypeError,
-        "lamb: `layer_axes`: an array of int32 and shape (), expected None, an int, or a tuple of ints; "
-        "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
-        lambda: tx.init(W),
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (jgrad.adafactor, "min_side"),
-        (functools.partial(jgrad.soap, matrices=True), "every"),
-        (functools.partial(jgrad.soap, matrices=True), "max_side"),
-    ],
-)  # fmt: skip
-def test_counts_are_static(make, name):
-    """They shape the program, so they may be no arrays."""
-    function = getattr(make, "func", make).__name__
-    assert_error(
-        TypeError,
-        f"{function}: `{name}`: an array of int32 and shape (), expected an int; "
-        "`optax.inject_hyperparams` makes arrays of numbers: name this one in `static_args`.",
-        lambda: make(0.1, **{name: jnp.asarray(3, jnp.int32)}),
-    )
+test_arrays_of_what_is_static = messages.test_of("injected", globals())
 
 
 @pytest.mark.parametrize("moments", [None, jnp.bfloat16, "8bit"], ids=str)

@@ -14,8 +14,8 @@ import jgrad
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
+from tests.support import messages
 from tests.support.eight_bits import unquantized
-from tests.support.errors import assert_error
 from tests.support.loops import train
 
 RATE, STEPS = 0.01, 4
@@ -89,24 +89,13 @@ def test_moments_that_go_around_the_door(moment_dtype):
         tx.update(GRADS[0], tx.init(W), W)
 
 
-def test_a_moment_that_the_method_does_not_have():
-    tx = transformation("none", lambda inputs, step: (inputs.g, None), has=("mw",))
-    message = (
-        "none: new moments `mw`: NoneType, expected what a function of one leaf wrote into it."
-    )
-    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
-    tx = transformation("none", lambda inputs, step: (inputs.g,), has=("mw", "vw"))
-    message = "none: 0 new moments, expected `mw`, `vw`."
-    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
+def updated(compute, *moments, moment_dtype=None):
+    """A step of a method that has these moments."""
+    tx = transformation("none", compute, has=moments, moments=MomentOptions(moment_dtype))
+    return tx.update(GRADS[0], tx.init(W), W)
 
 
-def test_moments_that_were_named_by_hand():
-    """Arrays, beside codes."""
-    form = MomentOptions("8bit")
-    by_hand = lambda inputs, step: (inputs.g, inputs.g)
-    tx = transformation("none", by_hand, has=("mw",), moments=form)
-    message = "none: a moment in 8 bits: an array of float32 and shape (32, 256), expected Blocks, as `Moment.write` makes them."
-    assert_error(TypeError, message, lambda: tx.update(GRADS[0], tx.init(W), W))
+test_moments_that_nobody_wrote = messages.test_of("moments", globals())
 
 
 def test_integer_leaves_without_parameters():

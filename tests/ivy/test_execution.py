@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jgrad
-from tests.support.errors import assert_error
+from tests.support import messages
 
 X = jnp.array([1.0, 2.0])
 Y = jnp.array([3.0, 4.0])
@@ -174,58 +174,14 @@ def test_zero_written_out():
     assert grads([x, 2 * x], xs_grad_idxs=[[np.int64(-1)]]) == 12.0
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "kwargs"),
-    [
-        (ValueError, "outputs ('a', 'b') and ('a_b',) would both have the key 'a_b' among the gradients, "
-         "expected one; rename one of them.", {"ret_grad_idxs": None}),
-        (ValueError, "`xs_grad_idxs`: no paths, expected a sequence of paths, such as ((0,), (1, 'a')), or None "
-         "for all.", {"xs_grad_idxs": []}),
-        (ValueError, "`ret_grad_idxs`: no paths, expected a sequence of paths, such as ((0,), (1, 'a')), or None "
-         "for all.", {"ret_grad_idxs": []}),
-        (TypeError, "`xs_grad_idxs`: 0 of type int, expected a sequence of paths, such as ((0,), (1, 'a')), or "
-         "None for all.", {"xs_grad_idxs": 0}),
-    ],
-)  # fmt: skip
-def test_nothing_is_lost(error, message, kwargs):
-    f = lambda x: {"a": {"b": x**2}, "a_b": 5 * x}
-    call = lambda: jgrad.execute_with_gradients(f, jnp.array(3.0), **kwargs)
-    assert_error(error, f"execute_with_gradients: {message}", call)
-
-
 def test_a_path_above_several_outputs():
     f = lambda x: (jnp.sum(x), {"a": jnp.sum(2 * x), "aux": x})
     _, grads = run(f, X, ret_grad_idxs=((1,),))
     chex.assert_trees_all_equal(grads, {"1_a": jnp.full(2, 2.0)})
 
 
-@pytest.mark.parametrize(
-    ("message", "call"),
-    [
-        ("`xs_grad_idxs`: path ('p', 'z'): no 'z' at ('p',); expected one of 'a', 'b'.",
-         lambda: run(jnp.sum, {"p": {"a": X, "b": Y}}, xs_grad_idxs=(("p", "z"),))),
-        ("`xs_grad_idxs`: path (2,): no 2 at (); expected one of 0, 1.",
-         lambda: run(jnp.sum, [X, Y], xs_grad_idxs=((2,),))),
-        ("`xs_grad_idxs`: path (0, 1): no 1 at (0,); there is an array of float32 and shape (2,).",
-         lambda: run(jnp.sum, [X, Y], xs_grad_idxs=((0, 1),))),
-        ("`xs_grad_idxs`: path ('n',): 3 of type int, expected floating or integer arrays, as `jgrad.variable` makes them.",
-         lambda: run(jnp.sum, {"a": X, "n": 3}, xs_grad_idxs=(("n",),))),
-        ("`xs_grad_idxs`: path ('m',): an array of bool and shape (2,), expected floating or integer arrays, as `jgrad.variable` makes them.",
-         lambda: run(jnp.sum, {"a": X, "m": X > 0}, xs_grad_idxs=(("m",),))),
-        ("`xs_grad_idxs`: all: 0 leaves, expected floating or integer arrays, as `jgrad.variable` makes them.", lambda: run(jnp.sum, {})),
-        ("`xs_grad_idxs`: all: 2 leaves, expected floating or integer arrays, as `jgrad.variable` makes them.",
-         lambda: run(jnp.sum, {"a": "x", "b": 3})),
-        ("`ret_grad_idxs`: all: an array of float32 and shape (2,), expected a real floating array of one "
-         "element.", lambda: run(lambda x: x, X)),
-        ("`ret_grad_idxs`: path (1,): an array of float32 and shape (2,), expected a real floating array of "
-         "one element.", lambda: run(lambda x: (jnp.sum(x), x), X, ret_grad_idxs=((1,),))),
-        ("`ret_grad_idxs`: path (0,): 'loss' of type str, expected a real floating array of one element.",
-         lambda: run(lambda x: ("loss", jnp.sum(x)), X)),
-        ("`ret_grad_idxs`: all: an array of int32 and shape (), expected a real floating array of one "
-         "element.", lambda: run(lambda x: jnp.int32(1), X)),
-        ("`ret_grad_idxs`: path ('q',): no 'q' at (); expected one of 'u'.",
-         lambda: run(lambda x: {"u": jnp.sum(x)}, X, ret_grad_idxs=(("q",),))),
-    ],
-)  # fmt: skip
-def test_messages(message, call):
-    assert_error(ValueError, f"execute_with_gradients: {message}", call)
+def a_b_twice(x):
+    return {"a": {"b": x**2}, "a_b": 5 * x}
+
+
+test_message = messages.test_of("execution", globals())

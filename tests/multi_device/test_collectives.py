@@ -21,9 +21,7 @@ from tests.multi_device.meshes import mesh_of
 from tests.support.loops import step_of
 from tests.wrappers.test_every_wrapper import WRAPPERS
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions joins no sums on CPUs."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("joined sums")
 
 LAYERS = 9
 NOTHING = {}

@@ -99,7 +99,7 @@ WORDS = {
 }
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 has no host memory.")
+@pytest.mark.not_in_jax_0_8("host memory")
 @pytest.mark.slow(
     always=["Auto-rows of layers", "Explicit-both", "Explicit-shards of no whole words"]
 )

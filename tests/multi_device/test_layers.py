@@ -332,10 +332,7 @@ def test_e12_one_condition_where_leaves_vary_alike(name):
         assert conditions(of_all, cut | {"b": P()}, False) == 1
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10),
-    reason="JAX 0.8 cannot batch a sum of what is the same on all devices.",
-)
+@pytest.mark.not_in_jax_0_8("sums of one value")
 @pytest.mark.slow(always=True)
 def test_e12_a_constant_gradient_under_vmap():
     """Of a sharded leaf: its type is that of a replica, and a choice reads both."""

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import stack
 from tests.support.packed_model import assert_close
@@ -331,9 +332,7 @@ def test_replicated_parameters_need_no_spec():
         updates(muon(), False)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="To older versions a device under pmap has all it has."
-)
+@pytest.mark.not_in_jax_0_8("names in pmap")
 def test_pmap():
     """Without a name each device has a model of its own; with one it may have a part of a matrix."""
     models, grads = ([normal(seed + i) for i in range(DEVICES)] for seed in (0, 100))
@@ -345,9 +344,7 @@ def test_pmap():
     assert_close(named(muon(mesh_axes=P())), expected)
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="JAX 0.8 does not say inside `pmap` what has a name."
-)
+@pytest.mark.not_in_jax_0_8("names in pmap")
 @pytest.mark.slow(always=True)
 def test_pmap_without_a_spec():
     """Traced only: without a name no device has a part of a model."""
@@ -363,19 +360,9 @@ def test_pmap_without_a_spec():
     )
 
 
-@pytest.mark.slow(always=True)
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "3 of type int, expected None, an axis name, a tuple of names, or a PartitionSpec.",
-         lambda: muon(mesh_axes=3)),
-        (ValueError, "at ['down'][0]: 3 entries, expected at most 2, one for each axis of shape (64, 8).",
-         lambda: muon(mesh_axes=P(None, None, "data")).init(normal(0))),
-    ],
-)  # fmt: skip
-def test_messages_of_mesh_axes(error, message, call):
-    name = "muon: `mesh_axes`" + (" " if message.startswith("at") else ": ")
-    assert_error(error, name + message, call)
+test_messages_of_mesh_axes = pytest.mark.slow(always=True)(
+    messages.test_of("mesh_axes_of_muon", globals())
+)
 
 
 @pytest.mark.slow(always=["muon"])

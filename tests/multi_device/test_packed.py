@@ -87,10 +87,7 @@ def test_explicit_axes(moment_dtype):
     np.testing.assert_array_equal(again.buffers["float32"], w.buffers["float32"])
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10),
-    reason="JAX 0.8 has no types for such tangents of a custom rule.",
-)
+@pytest.mark.not_in_jax_0_8("explicit tangents")
 def test_gradients_on_explicit_axes():
     """They have the type of the parameters."""
     mesh = mesh_of(AxisType.Explicit, d=DEVICES)

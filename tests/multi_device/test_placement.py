@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES
 from tests.multi_device.meshes import mesh_of, place, specs_of
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import told
 
@@ -239,29 +240,25 @@ def test_e26_state_shardings_beside_none():
     assert found.mw["missing"] is None
 
 
-def test_e26_state_shardings_errors():
-    """What is wrong, and where."""
-    tx, w, mesh = jgrad.lamb(0.1), parameters(names=EIGHTHS), make_mesh()
-    own, single = {k: p.sharding for k, p in w.items()}, jnp.ones(16)
-    host, shape = np.ones(16, np.float32), jax.ShapeDtypeStruct((16,), jnp.float32)
-    at_flat = "params` at ['flat']: sharding {}, expected a NamedSharding."
-    no_tx = "expected a transformation with `init` and `update`."
-    wrong = [
-        (TypeError, at_flat.format(None), tx, w | {"flat": host}),
-        (TypeError, at_flat.format(None), tx, w | {"flat": shape}),
-        (TypeError, at_flat.format(repr(single.sharding)), tx, w | {"flat": single}),
-        (TypeError, f"params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding.",
-         *(tx, w, own | {"tiles": P("a")})),
-        (ValueError, "params_shardings` does not have the structure of `params`: only `params` has ['flat'].",
-         *(tx, w, {"tiles": own["tiles"]})),
-        (ValueError, "params`: no array, expected at least one.", tx, {}),
-        (ValueError, "params`: no array, expected at least one.", tx, {"w": None}),
-        (TypeError, f"tx`: 3 of type int, {no_tx}", 3, w),
-        (TypeError, f"tx`: None, {no_tx}", None, w, NamedSharding(mesh, P())),
-    ]  # fmt: skip
-    for error, text, *args in wrong:
-        call = functools.partial(jgrad.state_shardings, *args)
-        assert_error(error, f"state_shardings: `{text}", call)
+LAMB = jgrad.lamb(0.1)
+on_mesh = functools.partial(parameters, names=EIGHTHS)
+
+
+def shardings(**others):
+    return jgrad.state_shardings(LAMB, on_mesh() | others)
+
+
+test_e26_state_shardings_errors = messages.test_of("state_shardings", globals())
+
+
+def test_e26_other_shardings_are_named():
+    """In JAX's words, which each version has of its own."""
+    own, single = jax.tree.map(lambda p: p.sharding, on_mesh()), jnp.ones(16)
+    text = f"state_shardings: `params` at ['flat']: sharding {single.sharding!r}, expected a NamedSharding."
+    assert_error(TypeError, text, lambda: shardings(flat=single))
+    text = f"state_shardings: `params_shardings` at ['tiles']: sharding {P('a')!r}, expected a NamedSharding."
+    wrong = own | {"tiles": P("a")}
+    assert_error(TypeError, text, lambda: jgrad.state_shardings(LAMB, on_mesh(), wrong))
 
 
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b")], ids=str)

@@ -18,7 +18,6 @@ from tests.cases import rank_two
 from tests.reference import optimizers as reference
 from tests.support import messages
 from tests.support.choice import mostly_slow
-from tests.support.errors import assert_error
 
 pytestmark = pytest.mark.skipif(
     "adam_learning_rate" not in inspect.signature(optax.contrib.muon).parameters,
@@ -59,22 +58,6 @@ def test_m02_embeddings_and_heads(standard_promotion):
     assert {name for name, x in state.vw.items() if x is None} == {"hidden"}
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'matrices'"):
         jgrad.muon(0.1, adam_learning_rate=0.1)
-
-
-@pytest.mark.parametrize("layer_axes", [None, 0])
-def test_m02_a_leaf_without_a_matrix(layer_axes):
-    w = {"w": normal(2, 3, 4), "b": normal(*((3,) if layer_axes is None else (2, 3)))}
-    shape, over = (
-        ("(3,)", "") if layer_axes is None else ("(2, 3)", " with layers over the axes (0,)")
-    )
-    asks = "" if layer_axes is None else ", as `hidden_matrices(layer_axes=...)` says"
-    assert_error(
-        ValueError,
-        f"muon: `matrices` at ['b']: True for an array of shape {shape}{over}, expected at least an "
-        "output and an input axis in each layer; without them a leaf is not a matrix, and belongs to "
-        f"Adam: False{asks}.",
-        lambda: muon(matrices=True, layer_axes=layer_axes).init(w),
-    )
 
 
 # ---- 4: scales ---------------------------------------------------------------------------------

@@ -156,9 +156,7 @@ def test_a_matrix_that_is_not_finite_spoils_no_other():
     assert not np.any(np.isfinite(found[3]))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions writes more out."
-)
+@pytest.mark.not_in_jax_0_8("temporaries")
 @pytest.mark.parametrize("count", [8, 64])
 def test_temporaries_are_bounded_in_bytes(count):
     """2.5 chunks and a few numbers beside the stack: results are written where they were read."""

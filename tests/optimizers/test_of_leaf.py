@@ -469,32 +469,7 @@ def test_zeros_of_zeros():
             normalized(RATE, epsilon=0.0)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda beta, mw: beta * mw,
-        lambda beta, mw: mw * beta,
-        lambda beta, mw: (1 - beta) * mw,
-        lambda beta, mw: mw + beta,
-        lambda beta, mw: mw / beta,
-        lambda beta, mw: beta**2 * mw,
-        lambda beta, mw: beta.value * mw - beta,
-    ],
-)
-def test_a_beta_in_arithmetic(use):
-    """The likeliest mistake."""
-
-    def wrong(g, mw, *, beta1=0.9):
-        return g, use(beta1, mw)
-
-    text = "optimizer_of_leaf: a number named `beta...` in arithmetic, expected `.value`, `.complement` or `.correction` of it."
-    assert_error(TypeError, text, lambda: jgrad.optimizer_of_leaf(wrong))
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10),
-    reason="JAX 0.8 keeps what was traced in a cache that `jax.clear_caches` does not clear.",
-)
+@pytest.mark.not_in_jax_0_8("traces")
 def test_it_goes_with_its_last_use():
     """In a loop over functions nothing stays of them, but for what JAX has in its caches."""
 

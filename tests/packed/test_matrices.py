@@ -55,12 +55,4 @@ def test_numbers_of_the_tree(how, rule):
     assert_equal(jgrad.unpack(again), state)
 
 
-def test_layer_axes_have_to_agree():
-    packed = jgrad.pack(W, max_size=200, layer_axes=LAYERS)
-    with pytest.raises(
-        ValueError, match=r"muon: `layer_axes` at \['stack'\]\['w'\]: \(1,\), expected "
-    ):
-        muon(layer_axes=LAYERS | {"stack": {"w": 1, "b": 0}}).init(packed)
-
-
 test_messages = messages.test_of("packed_matrices", globals())

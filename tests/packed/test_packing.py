@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 import jgrad
 from jgrad._packed import restored
 from tests.support import messages
-from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 
 
@@ -184,21 +183,6 @@ def test_a_buffer_of_parameters_without_state_is_none():
     tree = jgrad.unpack(state)
     assert {k for k, x in tree.master.items() if x is None} == {"a", "b"}
     assert jax.tree.structure(jgrad.pack(tree, like=state)) == jax.tree.structure(state)
-    assert_error(
-        TypeError,
-        "pack: `tree` at ['a']: an array of float32 and shape (3,), expected None, as in `like`.",
-        lambda: jgrad.pack(tree.master | {"a": jnp.ones(3)}, like=state.master),
-    )
-
-
-def test_unpack_of_mapped_buffers():
-    many = jax.vmap(jgrad.pack)(jnp.ones((2, 3)))
-    message = (
-        "unpack: `tree`: an array of float32 and shape (2, 1, 256) as the buffer 'float32', "
-        "expected an array of shape (1, 256); map `unpack` over models as they were mapped over, and "
-        "for shapes alone call `jax.eval_shape(unpack, tree)`."
-    )
-    assert_error(ValueError, message, lambda: jgrad.unpack(many))
 
 
 def test_the_layout_of_a_file_is_the_one_at_its_place():

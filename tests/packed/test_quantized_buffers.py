@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.eight_bits import quantized, unquantized
-from tests.support.errors import assert_error
 
 SHAPES = {
     "rows": (8, 512),
@@ -100,14 +100,4 @@ def test_the_state_of_a_tree_is_packed_by_value(name):
         assert (np.abs(found.mw[key] - expected) <= bound).all()
 
 
-def test_errors():
-    alone = tx.init(tree(0))
-    packed = jgrad.pack(tree(0))
-    message = "pack: `tree` at ['stacked']: Blocks of int8 and shape (3, 70, 50), expected an array; make it one by `carry_over(tree, like=like)`."
-    assert_error(TypeError, message, lambda: jgrad.pack(alone, like=jgrad.adam(0.1).init(packed)))
-    assert_error(
-        TypeError,
-        "pack: `tree` at ['stacked']: Blocks of uint8 and shape (3, 70, 50), expected an array of "
-        "float32, or Blocks with codes of int8.",
-        lambda: jgrad.pack(alone._replace(mw=alone.vw), like=tx.init(packed)),
-    )
+test_message = messages.test_of("packed_8_bits", globals())

@@ -7,15 +7,13 @@ import pytest
 
 import jgrad
 from jgrad._quantized import words
+from tests.support import messages
 from tests.support.eight_bits import is_blocks, unquantized
-from tests.support.errors import assert_error
 from tests.support.memory import kinds, offloaded, on_device, on_host
 from tests.support.private import host_memory, inner_equations
 from tests.support.states import as_file
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
 # By shape: the axis of which four become one.
 SHAPES = {(1024, 256): 0, (4, 256, 256): 1, (2, 4, 128, 256): 2, (512, 32, 256): 0}
@@ -176,10 +174,4 @@ def test_conversions_on_the_host_need_no_device(monkeypatch):
     assert_same(jgrad.carry_over(codes, like=there)[0], there)
 
 
-def test_words_without_an_offload():
-    """They are refused by what would decode them."""
-    there = on_device(trained()[1])
-    came = "Blocks of int32 and shape (1024, 256), four in a word"
-    expected = "expected `offload` around all of `tx`, or codes as `unpack` makes them."
-    message = f"adam: `state.mw` at ['m']: {came}; {expected}"
-    assert_error(TypeError, message, lambda: TX.update(W, there, W))
+test_words_without_an_offload = messages.test_of("words", globals())

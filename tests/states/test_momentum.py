@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jgrad
-from tests.support.errors import assert_error
 from tests.support.states import assert_same_bits, filled
 
 W = {"w": jnp.ones((8, 6)), "b": jnp.ones(3)}
@@ -213,20 +212,6 @@ def test_squares_of_adafactor():
         assert account.notes[-1].startswith("vw of 2 leaves: averages of squares, as in `ada")
         with pytest.raises(ValueError, match="a second moment that `old` lacks"):
             jgrad.carry_over(old, like=like, momentum="reset")
-
-
-def test_removed_words():
-    for word in "old_momentum", "like_momentum", "momentum_decay":
-        assert_error(
-            TypeError,
-            f"carry_over: `{word}`: an unknown argument, expected `momentum`.",
-            lambda word=word: jgrad.carry_over({}, like={}, **{word: "steps"}),
-        )
-    assert_error(
-        ValueError,
-        "carry_over: `momentum`: 'steps' of type str, expected one of 'keep', 'reset'.",
-        lambda: jgrad.carry_over({}, like={}, momentum="steps"),
-    )
 
 
 def test_a_state_of_adafactor_says_what_it_is():

@@ -18,8 +18,7 @@ from jgrad._forms.chosen import ChosenForm
 from jgrad._trees import forms
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of
-from tests.support import compiler
-from tests.support.errors import assert_error
+from tests.support import compiler, messages
 from tests.support.memory import kinds
 from tests.support.private import forced
 
@@ -167,9 +166,7 @@ def test_in_the_backward_pass(in_backward):
         np.testing.assert_allclose(a, b, rtol=2**-3 + 1e-4, atol=1e-9)  # a neighbour
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+@pytest.mark.not_in_jax_0_8("host memory")
 def test_offload():
     w = {"w": jnp.ones((512, 256))}
     g = [gradient(i, w) for i in range(2)]
@@ -233,17 +230,4 @@ def test_checkpoints(by, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, state)
 
 
-def test_messages():
-    tx, state = adam(), jgrad.adam(1e-2).init(W)
-    assert_error(
-        TypeError,
-        "adam: `state.mw` at ['w']: an array of float32 and shape (64, 128), expected ScaledRows, "
-        "float8; convert it by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
-        lambda: tx.update(W, state, W),
-    )
-    assert_error(
-        TypeError,
-        "adam: `state.mw` at ['w']: ScaledRows of shape (64, 128), expected an array; convert it "
-        "by `carry_over(state, like=jax.eval_shape(tx.init, params))`.",
-        lambda: jgrad.adam(1e-2).update(W, tx.init(W), W),
-    )
+test_messages = messages.test_of("new_form", globals())

@@ -89,7 +89,7 @@ def test_sharding_of_scales(kind, case):
     assert jax.tree.structure(variables.in_form_of(state, inside)) == jax.tree.structure(state)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 has no host memory.")
+@pytest.mark.not_in_jax_0_8("host memory")
 @pytest.mark.parametrize("kind", ["linen", "out_sharding"])
 def test_words_in_host_memory(kind):
     """In variables, as they are in arrays: with the names of codes, through steps, and in files."""

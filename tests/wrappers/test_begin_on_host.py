@@ -12,9 +12,7 @@ from tests.multi_device.meshes import mesh_of, place
 from tests.support.memory import kinds, largest_on_device, offloaded, on_device
 from tests.support.private import host_memory, inner_equations
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
 SLICE = 2**15
 LARGEST = 256 * 256  # elements of a layer, of which one is on the device

@@ -52,23 +52,6 @@ def test_each_wrapper(wrapper):
     says(TypeError, message, lambda: tx.update(W, state, with_b("abc")))
 
 
-NEEDS = {
-    "average_params": (jgrad.average_params(SGD, 0.9), "the average"),
-    "lamb": (jgrad.skip_nonfinite(LAMB), "the trust ratio"),
-    "master_weights": (jgrad.master_weights(SGD), "the master copy"),
-    "schedule_free": (jgrad.schedule_free(SGD), "the average"),
-    "stochastic_rounding": (jgrad.stochastic_rounding(SGD), "the rounding of new weights"),
-    "watch": (jgrad.watch(SGD), "the norm of the parameters"),
-}
-
-
-@pytest.mark.parametrize("name", NEEDS)
-def test_what_needs_the_parameters(name):
-    tx, what = NEEDS[name]
-    message = f"{name}: {what} needs the parameters: call `update(updates, state, params)`."
-    assert_error(ValueError, message, lambda: update(tx, w=None))
-
-
 weigh = jgrad.accumulate(SGD, 2, weighted=True)
 keep_norm = jgrad.hyperball(SGD, RATE, leaves=rank_two)
 # Of each number: how it is given, the interval that it is from, and what is just outside.

@@ -22,9 +22,7 @@ from tests.support.private import host_memory
 
 ADAMW = jgrad.adam(1e-2, weight_decay=0.1)
 
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The CPU of JAX 0.8 moves nothing to its host's memory."
-)
+pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
 
 def stack_of_wrappers():

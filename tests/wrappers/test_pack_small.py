@@ -14,6 +14,7 @@ from flax.core import FrozenDict
 
 import jgrad
 from tests.cases import every_case
+from tests.support import messages
 from tests.support.errors import assert_error
 from tests.support.loops import assert_equal
 from tests.support.packed_model import SMALL, assert_close, gradients, normal
@@ -84,15 +85,8 @@ def test_gradients_of_several_dtypes():
 # ---- errors ------------------------------------------------------------------------------------
 
 
-LEAF = "['layer']['b']"
-MESSAGES = [
-    (TypeError, "`tx`: 3 of type int, expected a transformation with `init` and `update`.", lambda tx: jgrad.pack_small(3)),
-    (TypeError, f"`params` at {LEAF}: an array of key<fry> and shape (), expected an array of numbers; put None in the place "
-     "of other leaves, as `eqx.filter(model, eqx.is_inexact_array)` does.",
-     lambda tx: tx.update(normal(1), tx.init(with_b(jax.random.key(0))), with_b(jax.random.key(0)))),
-    (ValueError, f"`updates` does not match `params` at {LEAF}: shape (3,), expected (64,).",
-     lambda tx: tx.update(with_b(jnp.ones(3)), tx.init(normal(0)), normal(0))),
-]  # fmt: skip
+ADAM, SMALL_ADAM = jgrad.adam(0.1), jgrad.pack_small(jgrad.adam(0.1))
+OF_4, OF_5 = ({"a": jnp.ones(3), "b": jnp.ones(n)} for n in (4, 5))
 
 
 def with_b(b):
@@ -100,31 +94,7 @@ def with_b(b):
     return w | {"layer": w["layer"] | {"b": b}}
 
 
-@pytest.mark.parametrize(("error", "message", "call"), MESSAGES)
-def test_message(error, message, call):
-    """Found before anything is packed, under the name of the leaf."""
-    tx = jgrad.pack_small(jgrad.adam(0.1))
-    assert_error(error, f"pack_small: {message}", lambda: call(tx))
-
-
-def test_a_state_of_other_parameters():
-    w = {"a": jnp.ones(3), "b": jnp.ones(4)}
-    tx = jgrad.pack_small(jgrad.adam(0.1))
-    state = tx.init({"a": jnp.ones(3), "b": jnp.ones(5)})
-    message = (
-        "pack_small: `state` was made for other parameters, or with another `max_size`: "
-        "`params` has packed {}float32 of shape (4,) at ['b'] where it has packed "
-        "float32 of shape (5,)."
-    )
-    assert_error(ValueError, message.format(""), lambda: tx.update(w, state, w))
-    apart = jgrad.pack_small(jgrad.adam(0.1), max_size=4096)
-    message = message.replace("['b']", "['a']").replace("(4,)", "(3,)").replace("(5,)", "(3,)")
-    assert_error(ValueError, message.format("apart, "), lambda: apart.update(w, tx.init(w), w))
-    message = "pack_small: `updates` does not match `state` at ['b']: shape (4,), expected (5,)."
-    assert_error(ValueError, message, lambda: tx.update(w, state))
-    came = "an array of float32 and shape (4,), expected None, as in `state`."
-    frozen = tx.init(w | {"b": None})
-    assert_error(TypeError, f"pack_small: `updates` at ['b']: {came}", lambda: tx.update(w, frozen))
+test_message = messages.test_of("pack_small", globals())
 
 
 IN = {
@@ -147,25 +117,12 @@ def test_other_containers(was, now):
         assert jax.tree.structure(updates) == jax.tree.structure(w_now)
         assert_equal(jax.tree.leaves(updates), expected)
         assert jax.tree.structure(new) == jax.tree.structure(state)
-    message = (
-        "pack_small: `state` was made for other parameters, or with another `max_size`: `params` has "
-        "packed float32 of shape (3,) at ['a'] where it has unpacked float32 of shape (3,)."
-    )
-    other = jgrad.pack_small(jgrad.adam(0.1), max_size=2).init(IN[was](w))
-    assert_error(ValueError, message, lambda: tx.update(g_now, other, w_now))
 
 
-def test_a_state_that_is_not_packed():
-    w = {"a": jnp.ones(3)}
-    tx = jgrad.adam(0.1)
-    message = (
-        "pack_small: `state` has no packed leaves, expected what `init` made; make it from "
-        "the state of a tree by `pack(state, like=jax.eval_shape(tx.init, params))`."
-    )
-    small = jgrad.pack_small(tx)
-    assert_error(ValueError, message, lambda: small.update(w, tx.init(w), w))
-    state = jgrad.pack(tx.init(w), like=jax.eval_shape(small.init, w))
-    assert_equal(small.update(w, state, w)[0], tx.update(w, tx.init(w), w)[0])
+def test_the_state_of_a_tree_is_packed():
+    state = jgrad.pack(ADAM.init(OF_4), like=jax.eval_shape(SMALL_ADAM.init, OF_4))
+    found, expected = SMALL_ADAM.update(OF_4, state, OF_4), ADAM.update(OF_4, ADAM.init(OF_4), OF_4)
+    assert_equal(found[0], expected[0])
 
 
 # ---- state that others read and save ------------------------------------------------------------
@@ -190,14 +147,6 @@ def test_flax_saves_the_tree(form):
         again = serialization.from_bytes(like, saved)
         assert jax.tree.structure(again) == jax.tree.structure(state)
         assert_equal(again, state)
-
-
-def test_flax_restores_what_fits():
-    """What does not is said by `pack`, with the path."""
-    w = {"a": jnp.ones(3), "b": jnp.ones(4)}
-    saved = serialization.to_bytes(jgrad.pack(w | {"b": jnp.ones(5)}))
-    message = "pack: `tree` does not match `like` at ['b']: shape (5,), expected (4,)."
-    assert_error(ValueError, message, lambda: serialization.from_bytes(jgrad.pack(w), saved))
 
 
 @pytest.mark.parametrize("tree", [{}, {"a": None}], ids=["no leaf", "None"])

@@ -360,9 +360,7 @@ def test_counters_without_watch():
     assert numbers["skipped"] == 1
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="The XLA of older versions copies what a branch reads."
-)
+@pytest.mark.not_in_jax_0_8("branches")
 def test_donated_arrays_are_not_copied():
     """Though a branch of some steps reads them."""
     w, tx = {"w": jnp.ones((256, 256))}, jgrad.watch(jgrad.adam(0.1), every=2)

@@ -28,10 +28,7 @@ PAGES = (PAGE, NOTE)
 
 pytestmark = [
     pytest.mark.ci,
-    pytest.mark.skipif(
-        jax.__version_info__ < (0, 10),
-        reason="The CPU of JAX 0.8 moves nothing to its host's memory.",
-    ),
+    pytest.mark.not_in_jax_0_8("host memory"),
 ]
 
 
