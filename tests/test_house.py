@@ -161,7 +161,7 @@ CLOSURES = {
     "_optimizers/gradient_descent.py": (23, 2_600),
     "_optimizers/lamb.py": (28, 3_570),
     "_wrappers/clip.py": (23, 3_030),
-    "_wrappers/skip_nonfinite.py": (27, 3_530),
+    "_wrappers/skip_nonfinite.py": (27, 3_520),
     "_backward/step_in_backward.py": (36, 4_690),
 }
 
@@ -200,7 +200,7 @@ def test_holes_end_at_the_door():
     hole = r"(?:list|Sequence|PerArray)\[[\w.]+ \| None\]|\[None\] \*|[\[(]None if |else None for "
     inside = re.compile("_(optimizers|layers|muon|soap|wrappers)/")
     texts = [ast.unparse(ast.parse(FILES[x].read_text())) for x in filter(inside.match, FILES)]
-    assert sum(len(re.findall(hole, text)) for text in texts) <= 26
+    assert sum(len(re.findall(hole, text)) for text in texts) <= 11
 
 
 def bound(text):

@@ -140,7 +140,8 @@ class MomentOptions(NamedTuple):
         say_if_lost(params)
         moments: dict[str, PyTree] = dict.fromkeys(kinds)
         is_used = False  # the form, by some leaf
-        matrices = params.per_array(shapes.matrices) if shapes.matrices else []
+        positions = [spec.positions[0] for spec in params.specs]
+        matrices = {k: shapes.matrices[i] for k, i in enumerate(positions) if i in shapes.matrices}
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
@@ -153,7 +154,7 @@ class MomentOptions(NamedTuple):
                 params.tree,
                 chosen.dtype if form is None else None,
                 shapes=tree,
-                mesh_axes=[of and of.sharded_over for of in matrices],
+                mesh_axes={k: axes.sharded_over for k, axes in matrices.items()},
                 form=form,
                 layouts=layouts,
                 real=kinds[name].is_real,
@@ -197,7 +198,7 @@ class MomentOptions(NamedTuple):
             if any(map(is_rounded, old)):
                 random = bits().of_moment(inputs, old, chosen.mesh_axes, is_whole=is_whole)
             moments[name] = Moment(old, random, inputs.commit, has_form=True)
-        return Step(step, state.step, moments, shapes.matrices or [], numbers)
+        return Step(step, state.step, moments, shapes.matrices, numbers)
 
     def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
         """Each leaf has the form that the user chose for it."""

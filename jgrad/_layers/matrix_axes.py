@@ -9,7 +9,7 @@ know about pieces.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 
 from jgrad._arithmetic import leafwise
 from jgrad._arithmetic.leafwise import Function
+from jgrad._layers.array_spec import ArraySpec
 from jgrad._trees.protocols import Leaf
 from jgrad._trees.shardings import MeshAxesPerAxis, all_gather, replicated
 
@@ -271,16 +272,25 @@ def mesh_axes_to_cut(axes: MatrixAxes, sizes: dict[str, int]) -> MeshAxesPerAxis
 
 
 class TwoKinds(NamedTuple):
-    """The positions of the leaves of two kinds, for which a method has two ways."""
+    """Which arrays have matrices, for which a method has a way of its own, and which have none.
+
+    Attributes:
+      first: the numbers of the former; they are not packed.
+      second: of all others.
+      axes: where the matrices are.
+    """
 
     first: list[int]
     second: list[int]
+    axes: list[MatrixAxes]
 
     @classmethod
-    def where(cls, is_first: Sequence[object]) -> "TwoKinds":
-        """Those of the entries that are true, and of the others."""
-        first = [i for i, x in enumerate(is_first) if x]
-        return cls(first, [i for i, x in enumerate(is_first) if not x])
+    def of(cls, arrays: Sequence[ArraySpec], matrices: Mapping[int, MatrixAxes]) -> "TwoKinds":
+        """Of arrays, from where the matrices are in leaves, by their positions in the tree."""
+        positions = [spec.positions[0] for spec in arrays]
+        first = [k for k, i in enumerate(positions) if i in matrices]
+        second = [k for k, i in enumerate(positions) if i not in matrices]
+        return cls(first, second, [matrices[positions[k]] for k in first])
 
     def together(self, firsts: Sequence[Leaf], seconds: Sequence[Leaf]) -> list[Leaf]:
         """An entry for each leaf, from those of both kinds."""

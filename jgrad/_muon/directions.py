@@ -85,13 +85,11 @@ class Directions(NamedTuple):
 
 def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     """The direction of each array, and the new moments."""
-    matrices = inputs.per_array(step.matrices)
-    both = TwoKinds.where(matrices)
+    both = TwoKinds.of(inputs.specs, step.matrices)
     beta = (muon.momentum if muon.fraction is None else muon.error_decay).read(inputs, step)
-    arguments = leafwise.at((matrices, inputs.g, beta), both.first)
     moments = list(step.moments.values())
-    arguments = *arguments, *(x.at(both.first) for x in moments)
-    orthogonal = _matrix_directions(inputs.function, muon, step.numbers, *arguments)
+    arguments = *leafwise.at((inputs.g, beta), both.first), *(x.at(both.first) for x in moments)
+    orthogonal = _matrix_directions(inputs.function, muon, step.numbers, both.axes, *arguments)
     adam_numbers = muon.adam.read(inputs, step)
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),

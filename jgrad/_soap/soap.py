@@ -24,7 +24,7 @@ from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases, factors
-from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
+from jgrad._soap.factors import Matrices, Runs, SoapState, tree_of
 from jgrad._trees import checks
 from jgrad._trees.annotations import (
     ArrayAxes,
@@ -83,10 +83,10 @@ def _factors(max_side: Count) -> MoreFields:
     """What the state has beside moments."""
 
     def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
-        return (factors.init(inputs, shapes.matrices or [], max_side),)
+        return (factors.init(inputs, shapes.matrices, max_side),)
 
-    def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
-        return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
+    def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> dict[int, Runs]:
+        return factors.read(inputs, shapes.matrices, max_side, state.factors)
 
     return MoreFields(init, read)
 
@@ -153,7 +153,7 @@ class _New(NamedTuple):
     direction: list[Leaf]
     mw: list[Leaf]
     vw: list[Leaf]
-    factors: Sequence[OfLeaf]
+    factors: Sequence[Runs]
 
 
 class _Numbers(NamedTuple):
@@ -229,16 +229,15 @@ def _adam_numbers(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> ad
 def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes = inputs.per_array(step.matrices)
     n = _Numbers(
         beta1=soap.beta1.read(inputs, step),
         beta2=soap.beta2.read(inputs, step),
         shampoo=soap.shampoo_beta.read(inputs, step),
         epsilon=soap.epsilon.read(inputs, step),
     )
-    both = TwoKinds.where(axes)
+    both = TwoKinds.of(inputs.specs, step.matrices)
     leaves = [inputs.specs[i].positions[0] for i in both.first]  # matrices are not packed
-    old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, leaves))
+    old = Matrices(both.axes, list(map(step.more.__getitem__, leaves)))
     moments = list(step.moments.values())
     arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
     new = _matrix_updates(inputs, step, soap, old, *arguments)
@@ -256,8 +255,7 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
         parts = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
         skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
         updates = both.together(skipped, parts[1])
-    factors_of_leaves = dict(enumerate(step.more)) | dict(zip(leaves, new.factors, strict=True))
-    factors = tree_of(inputs, list(factors_of_leaves.values()))
+    factors = tree_of(inputs, step.more | dict(zip(leaves, new.factors, strict=True)))
     return updates, both.together(new.mw, mw), both.together(new.vw, vw), factors
 
 
