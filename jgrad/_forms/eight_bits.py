@@ -86,7 +86,8 @@ class EightBits(ChosenForm):
 
     def made_of(self, arg: ArgLeaves, i: int, like: Blocks, x: Leaf) -> Blocks:
         wanted = codec_of(like)
-        if not (codec_of(x) == wanted if isinstance(x, Blocks) else checks.is_real(x)):
+        is_floating = checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not (codec_of(x) == wanted if isinstance(x, Blocks) else is_floating):
             expected = f"a floating array, or Blocks of {wanted.dtype.name}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")
         array = x if isinstance(x, Blocks) else x.astype(jnp.float32)

@@ -80,7 +80,7 @@ class RowsAndColumns(forms.Form):
         if not isinstance(like, Factors):
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected an array; {remedy}")
         for name, part, wanted in zip(Factors._fields, x, like, strict=True):
-            if not checks.is_real(part):
+            if not (checks.is_array(part) and jnp.issubdtype(part.dtype, jnp.floating)):
                 came = f"{name}, {checks.describe(part)}"
                 arg.fail(i, TypeError, f"{came}, expected an array of a real floating dtype")
             if part.shape != wanted.shape:
@@ -106,7 +106,7 @@ class RowsAndColumns(forms.Form):
     def made_of(self, arg: ArgLeaves, i: int, like: Factors, x: Leaf) -> Factors:
         """Rows and columns, of the means of an array, or of others along the same axes."""
         if not isinstance(x, Factors):
-            if not checks.is_real(x):
+            if not (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)):
                 arg.fail(i, TypeError, f"{checks.describe(x)}, expected real floating numbers")
             wide = numerics.wide(x)
             over = [np.flatnonzero(np.not_equal(x.shape, y.shape)).tolist() for y in like]

@@ -138,7 +138,7 @@ def typed_as(x: jax.Array, tangent: ArrayLike) -> jax.Array:
 
 def is_real_floating(x: Leaf) -> bool:
     """Whether an output can be differentiated."""
-    return isinstance(x, float) or checks.is_real(x)
+    return isinstance(x, float) or (checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def _is_floating(x: Leaf) -> bool:

@@ -176,7 +176,7 @@ def _outputs(ret: PyTree, idxs: Sequence[Path] | None) -> list[tuple[str, jax.Ar
 
 
 def _is_scalar(y: Leaf) -> bool:
-    return checks.is_real(y) and y.size == 1
+    return checks.is_array(y) and y.size == 1 and jnp.issubdtype(y.dtype, jnp.floating)
 
 
 class _Target(NamedTuple):

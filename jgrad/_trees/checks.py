@@ -183,11 +183,6 @@ def is_inexact(x: Leaf) -> bool:
     return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def is_real(x: Leaf) -> bool:
-    """An array of real floating numbers."""
-    return is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.floating))
-
-
 def is_no_parameter(x: Leaf) -> bool:
     """What a model may hold beside arrays: an activation, a string, a bool, a key; not `None`.
 
