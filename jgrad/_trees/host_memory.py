@@ -131,6 +131,6 @@ def add_note(error: ValueError, function: str, remedy: str, **arguments: PyTree)
 
 def where_it_lies(f: Callable[[A], T], tree: A) -> T:
     """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
-    if place_on_host(tree) is None:
-        return f(tree)
-    return to_host(f(to_device(tree)))
+    if any(map(is_on_host, jax.tree.leaves(tree))):
+        return to_host(f(to_device(tree)))
+    return f(tree)
