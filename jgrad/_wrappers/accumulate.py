@@ -487,7 +487,7 @@ def _branches(
 
     def run() -> tuple[list[Leaf], PyTree]:
         means = divided if window.has_sum else window.means()
-        gradients = [gradient(means[i], g) for i, g in zip(updated.rows, updated.g, strict=True)]
+        gradients = list(map(gradient, map(means.get, updated.rows), updated.g))
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):
@@ -501,9 +501,11 @@ def _branches(
         return stored(trees.flatten(inputs.zeros())[0], divided), state
 
     held, new = decisions.noted_branch(close, run, hold)
-    moved = apply(_zero_if, leafwise.at(held, fitting), jnp.logical_not(close))
+    in_sums = leafwise.at(held, fitting)
+    moved = apply(_zero_if, in_sums, jnp.logical_not(close))
     steps = dict(enumerate(held)) | dict(zip(fitting, moved, strict=True))
-    total = window.next_total(sums | {i: held[i] for i in fitting}) if window.has_sum else {}
+    held_sums = sums | dict(zip(fitting, in_sums, strict=True))
+    total = window.next_total(held_sums) if window.has_sum else {}
     return inputs.directions(list(steps.values())), total, new
 
 
