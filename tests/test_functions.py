@@ -15,7 +15,7 @@ LIMITS = {
     "muon, decay": (201, 26),
     "adam_update": (84, 13),
     "skip(clip, adam, decay)": (189, 26),
-    "skip(accumulate(clip, adam))": (222, 27),
+    "skip(accumulate(clip, adam))": (223, 27),
     "carry_over, adam to skip(clip, adam)": (121, 26),
 }
 

@@ -487,7 +487,7 @@ def _branches(
 
     def run() -> tuple[list[Leaf], PyTree]:
         means = divided if window.has_sum else window.means()
-        gradients = list(map(gradient, map(means.get, updated.rows), updated.g))
+        gradients = list(map(gradient, map(means.__getitem__, updated.rows), updated.g))
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):
