@@ -12,7 +12,7 @@ LIMITS = {
     "adam, decay, 8 bits of small leaves": (111, 17),
     "adam, decay, 8 bits": (184, 29),
     "lamb, decay": (184, 23),
-    "muon, decay": (207, 26),
+    "muon, decay": (206, 26),
     "adam_update": (87, 13),
     "skip(clip, adam, decay)": (199, 26),
     "carry_over, adam to skip(clip, adam)": (128, 26),

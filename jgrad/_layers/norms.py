@@ -368,6 +368,13 @@ class MeasuredBatch(NamedTuple):
         return _mixed(total, rescaled(self.calls, self.layers, unit), unit)
 
 
+def measured(calls: Sequence[Call], layers: Sequence[LayerAxes]) -> list[MeasuredBatch]:
+    """What the calls of all layers return, in batches."""
+    plain = leafwise.run(list(map(of_call, calls, layers)))
+    columns = zip(*(in_batches(layers, x) for x in (calls, layers, plain)), strict=True)
+    return [MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns]
+
+
 @jit_static_kwargs
 def _norms(
     arrays: list[jax.Array],
@@ -378,17 +385,11 @@ def _norms(
 ) -> list[list[jax.Array]]:
     """The norms of each group of calls, which name positions in the list of arrays."""
     arrays = alike(arrays)
-    measured = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
-    count = len(calls) // len(layers)
-    plain = leafwise.run(list(map(of_call, measured, layers * count)))
+    calls_now = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
     batches: list[MeasuredBatch] = []
     for start in range(0, len(calls), len(layers)):
-        group = slice(start, start + len(layers))
-        items = measured[group], layers, plain[group]
-        columns = zip(*[in_batches(layers, x) for x in items], strict=True)
-        batches += [
-            MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns
-        ]
+        batches += measured(calls_now[start : start + len(layers)], layers)
+    count = len(calls) // len(layers)
     norms = jax.lax.cond(
         any_unusual(batches),
         lambda: [batch.rescaled() for batch in batches],
