@@ -52,12 +52,6 @@ class Moment:
         random = None if self.random is None else self.random.at(rows)
         return dataclasses.replace(self, old=leafwise.at(self.old, rows), random=random)
 
-    def written(self, new: list[Any]) -> list[Any]:
-        """New moments as the state will hold them, which were written leaf by leaf."""
-        if self.has_form and self.commit is not None:
-            self.commit.settle(new, self.old)
-        return new
-
 
 class Shapes(NamedTuple):
     """The moments that a method keeps, for given parameters.
@@ -175,14 +169,3 @@ def _zeros(
     dtype = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
     is_complex = jnp.iscomplexobj(p) and not real
     return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)
-
-
-def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
-    """No array is written where the state has another form: it would be cast to its dtype."""
-    if not forms.some(old):
-        return
-    for n, o in zip(new, old, strict=True):
-        if n is not None and (form := forms.find(o)) is not None and type(n) is not type(o):
-            expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
-            problem = f"a moment in {form.words}: {checks.describe(n)}"
-            raise TypeError(f"{function}: {problem}, {expected}.")

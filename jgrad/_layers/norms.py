@@ -27,21 +27,6 @@ from jgrad._trees.told import Combine
 _SMALL = 2**14
 
 
-def of_call(
-    call: Call, layers: LayerAxes, scale: jax.Array | None = None, *, is_opaque: bool = False
-) -> Call:
-    """The call of the sums of squares of what another call returns, of shape (num_layers,).
-
-    Args:
-      call: what is measured.
-      layers: where its layers are.
-      scale: what each layer is multiplied by first, a number per layer; None for 1.
-      is_opaque: whether the arrays may be constants that are hidden from XLA, see `opaque`.
-    """
-    f, arrays = call
-    return _squares_of_array(f, layers, is_opaque), (scale, *arrays)
-
-
 class SquareRange(NamedTuple):
     """The range in which sums of squares are exact enough, with an entry per layer.
 
@@ -96,7 +81,8 @@ def rescaled(calls: Sequence[Call], layers: Sequence[LayerAxes], unit: jax.Array
     if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in arrays):
         scales = jax.lax.split(scale, [axes.num_layers for axes in layers])
         rows = zip(calls, layers, scales, strict=True)
-        return concatenate(leafwise.run([of_call(*x, is_opaque=True) for x in rows]))
+        again = [(_squares_of_array(f, axes, True), (by, *xs)) for (f, xs), axes, by in rows]
+        return concatenate(leafwise.run(again))
     columns = list(zip(*(xs for _, xs in calls), strict=True))  # for each argument of f
     shared = tuple(all(x is column[0] for x in column) for column in columns)
     arguments = [x[0] if same else x for x, same in zip(columns, shared, strict=True)]
@@ -370,7 +356,10 @@ class MeasuredBatch(NamedTuple):
 
 def measured(calls: Sequence[Call], layers: Sequence[LayerAxes]) -> list[MeasuredBatch]:
     """What the calls of all layers return, in batches."""
-    plain = leafwise.run(list(map(of_call, calls, layers)))
+    pairs = zip(calls, layers, strict=True)
+    plain = leafwise.run(
+        [(_squares_of_array(f, axes, False), (None, *xs)) for (f, xs), axes in pairs]
+    )
     columns = zip(*(in_batches(layers, x) for x in (calls, layers, plain)), strict=True)
     return [MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns]
 
