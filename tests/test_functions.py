@@ -14,8 +14,8 @@ LIMITS = {
     "lamb, decay": (173, 23),
     "muon, decay": (198, 26),
     "adam_update": (84, 13),
-    "skip(clip, adam, decay)": (189, 26),
-    "skip(accumulate(clip, adam))": (223, 27),
+    "skip(clip, adam, decay)": (188, 26),
+    "skip(accumulate(clip, adam))": (222, 27),
     "carry_over, adam to skip(clip, adam)": (121, 26),
 }
 

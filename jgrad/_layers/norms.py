@@ -416,7 +416,7 @@ def _norm_of_all(arrays: list[jax.Array]) -> ScaledNorm:
         if scale is not None:
             # XLA would write a scale for each element if it saw that arrays share one.
             calls = [(f, jax.lax.optimization_barrier(pair)) for f, pair in calls]
-        return jnp.sum(concatenate(leafwise.run(calls)), keepdims=True)
+        return jnp.sum(jax.lax.concatenate(leafwise.run(calls), 0), keepdims=True)
 
     plain = total(None)
     limits = SquareRange.of([plain])

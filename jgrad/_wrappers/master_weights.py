@@ -91,7 +91,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
     def init(params: PyTree) -> MasterState:
         parameters.checked(_NAME, params)
         master = trees.map_leaves(lambda p: numerics.wide(p) if _is_half(p) else None, params)
-        return MasterState(master, tx.init(_optimized(master, params)))
+        return MasterState(master, tx.init(parameters.copies_or(master, params)))
 
     def update(
         updates: PyTree, state: MasterState, params: PyTree = None, **extra_args: PyTree
@@ -100,7 +100,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         inputs.require_params("the master copy")
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
-        master = _optimized(state.master, params)
+        master = parameters.copies_or(state.master, params)
         wide = parameters.wide_gradients(inputs, _is_half)
 
         def rest(i: int) -> Rest | None:
@@ -178,8 +178,3 @@ def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
 def _is_half(p: Leaf) -> bool:
     dtype = jnp.result_type(float if p is None else p)
     return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
-
-
-def _optimized(master: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside gets: the copy if there is one, else the parameter."""
-    return jax.tree.map(lambda m, p: m if _is_half(p) else p, master, params, is_leaf=trees.is_none)

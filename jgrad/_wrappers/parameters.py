@@ -62,6 +62,11 @@ def copied(params: PyTree, where: Callable[[Leaf], bool] = lambda p: True) -> Py
     )
 
 
+def copies_or(copies: PyTree, params: PyTree) -> PyTree:
+    """What the transformation inside gets: the copy if there is one, else the parameter."""
+    return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
+
+
 def copies_in_state(inputs: Inputs, name: str, tree: PyTree) -> list[Leaf]:
     """The leaves of such a part of the state.
 

@@ -129,7 +129,7 @@ def schedule_free(
         z, average, seen = (parameters.copied(arrays, checks.is_inexact) for _ in range(3))
         real = numerics.real_dtype(*filter(checks.is_inexact, trees.flatten(arrays)[0]))
         zero = counter(params).astype(real)
-        inner = tx.init(_with(seen, params))
+        inner = tx.init(parameters.copies_or(seen, params))
         state = ScheduleFreeState(counter(params), zero, jnp.array(zero), z, average, inner)
         return decisions.as_updated(_NAME, state, update, params)  # a rate of each device's own
 
@@ -215,8 +215,3 @@ def _weight(
     factors = [jnp.clip(x, 1 / _LARGEST, _LARGEST) for x in (step**by_step, largest**by_rate)]
     weight = jnp.clip(factors[0] * factors[1], 1 / _LARGEST, _LARGEST)
     return largest, jnp.where((largest == 0) & (by_rate != 0), 0, weight)
-
-
-def _with(copies: PyTree, params: PyTree) -> PyTree:
-    """What the transformation inside gets: the float32 copy if there is one, else the parameter."""
-    return jax.tree.map(lambda x, p: p if x is None else x, copies, params, is_leaf=trees.is_none)
