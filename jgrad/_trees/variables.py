@@ -82,12 +82,6 @@ def named_leaves(
 def blocks_of_variables(tree: PyTree) -> PyTree:
     """The tree with `Blocks` of variables for variables of `Blocks`, as of each other form."""
 
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
-        if forms.find(x) is not None and getattr(path[-1], "name", None) == "value":
-            break
-    else:
-        return tree  # in most calls
-
     def holds_blocks(x: PyTree) -> bool:
         return is_box(x) and forms.find(_value(x)) is not None
 
@@ -109,10 +103,7 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
 def variables_of_blocks(tree: PyTree) -> PyTree:
     """The tree with variables of forms for forms of variables; the same if there are none."""
 
-    for x in jax.tree.leaves(tree, is_leaf=is_leaf):
-        if forms.find(x) is not None and not isinstance(x[0], jax.Array):
-            break
-    else:
+    if not any(map(_has_variables, jax.tree.leaves(tree, is_leaf=is_leaf))):
         return tree  # in most calls
 
     def turned(x: PyTree) -> PyTree:
