@@ -108,6 +108,8 @@ def strong_scalar(x: Leaf) -> Leaf:
 
 def scalar(function: str, name: str, x: Scalar) -> Leaf:
     """One number in [0, inf)."""
+    if checks.is_number(x):
+        return number(function, name, x)
     return scalars(function, name, _no_tree(function, name, x))
 
 

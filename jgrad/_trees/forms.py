@@ -229,7 +229,10 @@ def is_one(x: Leaf) -> bool:
 
 def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     """The tree with `f(form, leaf)` for what is in a form."""
-    return jax.tree.map(lambda x: f(known(x), x) if is_one(x) else x, tree, is_leaf=is_one)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
+    return jax.tree.unflatten(
+        structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
+    )
 
 
 def to_words(tree: PyTree) -> PyTree:
@@ -244,11 +247,11 @@ def to_codes(tree: PyTree) -> PyTree:
 
 def as_stored(new: PyTree, old: PyTree) -> PyTree:
     """A tree, each leaf as the one of another tree lies."""
-
-    def stored(x: Leaf, like: Leaf) -> Leaf:
-        return known(x).as_stored(x, like) if is_one(x) else x
-
-    return jax.tree.map(stored, new, old, is_leaf=is_one)
+    leaves, structure = jax.tree.flatten(new, is_leaf=is_one)
+    pairs = zip(leaves, jax.tree.leaves(old, is_leaf=is_one), strict=True)
+    return jax.tree.unflatten(
+        structure, [BY_KIND[type(x)].as_stored(x, y) if is_one(x) else x for x, y in pairs]
+    )
 
 
 def belong_on_host(tree: PyTree, is_large: Callable[[Leaf], bool]) -> list[bool]:
