@@ -215,7 +215,9 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
-    calls.check_function(gradients)
+    if not (gradients is None or callable(gradients)):
+        came = checks.describe(gradients)
+        raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
     read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(
