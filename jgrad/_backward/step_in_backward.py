@@ -240,9 +240,7 @@ def step_in_backward(
     ) -> Results:
         forward = Forward(traced, jax.tree.leaves(params))
         value = forward.result[0] if has_aux else forward.result
-        places: list[Placement | None] = []
-        if mesh_axes is not None:
-            places = places_by_option(Parameters(_NAME, params), mesh_axes)
+        places = [] if mesh_axes is None else places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.loss_keywords(value, state) | extra
         model = Model(jax.tree.leaves(params), jax.tree.leaves(state))
         whole, options = Whole(tx, params, state), (first_pass, elementwise)
