@@ -175,7 +175,7 @@ class MomentOptions(NamedTuple):
         came = remedy = ""
         kinds: Kinds = kind.__jgrad_fields__.moments
         if not isinstance(state, kind):
-            is_foreign = isinstance(state, tuple) and not type(state).__module__.startswith("jgrad")
+            is_foreign = isinstance(state, tuple) and not hasattr(state, "__jgrad_fields__")
             remedy = " `carry_over` converts the states of optax." if is_foreign else ""
             came = type(state).__name__
         else:
