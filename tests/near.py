@@ -5,8 +5,7 @@
     python -m tests.near jgrad/_optimizers/adam.py -x     # other arguments are pytest's
 
 Of a file of `jgrad/` they are the tests that kill its mutations (`tests/data/mutations.txt`) and those
-that have its name; of a file of tests itself; of other files those of texts. Those of the house, as
-imports and lengths, are always among them; where methods are made, those that ask for their parts.
+that XX
 """
 
 import collections
@@ -37,7 +36,7 @@ def near(files: Iterable[str]) -> dict[str, set[str]]:
         if path.parts[:2] in OF_METHODS or file in ("jgrad/__init__.py", "tests/cases.py"):
             wholes.update(METHOD)
         if path.parts[0] == "tests" or path.name.startswith("test_"):
-            wholes.add(file if path.name.startswith("test_") else "tests/test_house.py")
+            wholes.update([file] if path.name.startswith("test_") else _that_read(path.stem))
             continue
         if path.parts[0] != "jgrad":
             wholes.update(TEXTS)
@@ -61,6 +60,11 @@ def _near_of_mutations() -> dict[pathlib.Path, list[str]]:
     for mutation in MUTATIONS:
         found[edits.find(mutation.place).path].append(mutation.near)
     return found
+
+
+def _that_read(table: str) -> list[str]:
+    tests = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [_shown(x) for x in tests if f'messages.test_of("{table}"' in x.read_text()]
 
 
 def _shown(path: pathlib.Path) -> str:

@@ -156,13 +156,13 @@ def test_files_are_short_and_say_what_they_are_for(name):
 # and their lines of code; at most. A storage format, a kernel, a packed tree or another method is
 # behind a door, which the core does not open. Who goes above says why in BUILD_NOTES.md.
 CLOSURES = {
-    "_optimizers/adam.py": (23, 2_770),
-    "_optimizers/lion.py": (23, 2_680),
-    "_optimizers/gradient_descent.py": (23, 2_690),
-    "_optimizers/lamb.py": (28, 3_630),
-    "_wrappers/clip.py": (23, 3_080),
-    "_wrappers/skip_nonfinite.py": (27, 3_590),
-    "_backward/step_in_backward.py": (36, 4_810),
+    "_optimizers/adam.py": (23, 2_730),
+    "_optimizers/lion.py": (23, 2_610),
+    "_optimizers/gradient_descent.py": (23, 2_600),
+    "_optimizers/lamb.py": (28, 3_570),
+    "_wrappers/clip.py": (23, 3_030),
+    "_wrappers/skip_nonfinite.py": (27, 3_520),
+    "_backward/step_in_backward.py": (36, 4_690),
 }
 
 
@@ -200,7 +200,7 @@ def test_holes_end_at_the_door():
     hole = r"(?:list|Sequence|PerArray)\[[\w.]+ \| None\]|\[None\] \*|[\[(]None if |else None for "
     inside = re.compile("_(optimizers|layers|muon|soap|wrappers)/")
     texts = [ast.unparse(ast.parse(FILES[x].read_text())) for x in filter(inside.match, FILES)]
-    assert sum(len(re.findall(hole, text)) for text in texts) <= 26
+    assert sum(len(re.findall(hole, text)) for text in texts) <= 11
 
 
 def bound(text):

@@ -19,7 +19,7 @@ from jgrad._trees import shardings
 
 # log(0), finite so that `step * log(beta)` is 0 and not NaN at step 0, and still e^-infinity
 # elsewhere.
-_LOG_OF_ZERO = -1e30
+LOG_OF_ZERO = -1e30
 
 
 def real_dtype(*arrays: jax.Array) -> np.dtype:
@@ -279,11 +279,6 @@ class BetaForms(NamedTuple):
     log: Any
 
 
-def beta_from_number(beta: float) -> BetaForms:
-    """The three forms of a Python number, in double precision."""
-    return BetaForms(beta, 1.0 - beta, math.log(beta) if beta > 0.0 else _LOG_OF_ZERO)
-
-
 def beta_from_array(beta: jax.Array) -> BetaForms:
     """The three forms of a scalar array, traced or not, in its own precision (float32 at least)."""
     beta = floating(beta)
@@ -291,7 +286,7 @@ def beta_from_array(beta: jax.Array) -> BetaForms:
     positive = beta > 0
     complement = 1.0 - beta
     log = jnp.log1p(-jnp.where(positive, complement, jnp.zeros_like(beta)))
-    return BetaForms(beta, complement, jnp.where(positive, log, jnp.full_like(beta, _LOG_OF_ZERO)))
+    return BetaForms(beta, complement, jnp.where(positive, log, jnp.full_like(beta, LOG_OF_ZERO)))
 
 
 def one_minus_power(log_beta: jax.Array, step: jax.Array) -> jax.Array:

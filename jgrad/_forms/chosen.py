@@ -61,9 +61,6 @@ class ChosenForm(forms.Form):
 
     def _are_stored(self, params: Parameters, shapes: PyTree, full: Sequence[bool]) -> list[bool]:
         """Whether each array of these shapes is stored in this form."""
-        if shapes is params.tree:
-            pairs = zip(params.specs, params.reference.leaves, strict=True)
-            return [self._is_stored(params, spec, x, full) for spec, x in pairs]
         leaves = params.reference.leaves
         return [
             x is not None and x.shape == p.shape and self._is_stored(params, spec, x, full)

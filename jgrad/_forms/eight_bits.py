@@ -85,10 +85,8 @@ class EightBits(ChosenForm):
         return self.words, geometry(x), codec_of(x)
 
     def made_of(self, arg: ArgLeaves, i: int, like: Blocks, x: Leaf) -> Blocks:
-        wanted, is_floating = (
-            codec_of(like),
-            checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating),
-        )
+        wanted = codec_of(like)
+        is_floating = checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
         if not (codec_of(x) == wanted if isinstance(x, Blocks) else is_floating):
             expected = f"a floating array, or Blocks of {wanted.dtype.name}"
             arg.fail(i, TypeError, f"{checks.describe(x)}, expected {expected}")

@@ -35,16 +35,6 @@ class Kernels:
         self._told: list[int] = []
         self._later: dict[int, tuple[Leaf, ...]] = {}  # XLA fuses it with what reads the update
 
-    def call(self, i: int, program: Function, arguments: tuple[PyTree, ...]) -> Call:
-        """The call of one leaf, of which this is all.
-
-        Args:
-          i: which leaf.
-          program: what the function makes of it.
-          arguments: its arguments.
-        """
-        return self._in_kernel(i, program, arguments)
-
     def update(
         self,
         inputs: Inputs,
@@ -68,10 +58,10 @@ class Kernels:
         if rest is None or not in_memory(w, jax.tree.leaves(rest.args)[0]):
             if steps:
                 self._later[i] = steps
-            return self._in_kernel(i, alone, arguments)
+            return self.call(i, alone, arguments)
         self._told.append(i)
         arguments = (*arguments, *steps)
-        return self._in_kernel(i, program, arguments, finishing(inputs, i), rest, w)
+        return self.call(i, program, arguments, finishing(inputs, i), rest, w)
 
     def finish(self, inputs: Inputs, updates: list[PyTree], update: Function | None) -> None:
         """Makes updates of what the calls returned; `update` of directions."""
@@ -87,7 +77,7 @@ class Kernels:
             for i, new in zip(self._later, leafwise.run(calls), strict=True):
                 updates[i] = new
 
-    def _in_kernel(
+    def call(
         self,
         i: int,
         function: Function,
@@ -96,7 +86,16 @@ class Kernels:
         rest: Rest | None = None,
         w: jax.Array | None = None,
     ) -> Call:
-        """The function, what its gradient and the weight `w` are made of, and what follows."""
+        """The call of one leaf in a kernel.
+
+        Args:
+          i: which leaf.
+          function: what is made of it.
+          arguments: those of the function.
+          ending: what makes an update of its results, with a flag; nothing if this is all.
+          rest: what follows the update.
+          w: the weight.
+        """
         (finish, flag), (g, *others) = ending, arguments
         follows, rest_args, replaces = rest or (None, (), ())
         read = (_as_read(g), *(_as_read(x) if x is w else x for x in others))

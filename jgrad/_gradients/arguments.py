@@ -143,9 +143,7 @@ def is_real_floating(x: Leaf) -> bool:
 
 def _is_floating(x: Leaf) -> bool:
     """Whether a leaf of an argument is differentiated."""
-    return isinstance(x, (float, complex)) or (
-        checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.inexact)
-    )
+    return isinstance(x, (float, complex)) or checks.is_inexact(x)
 
 
 def _signature(x: Leaf) -> tuple[tuple[int, ...], np.dtype | None]:

@@ -19,7 +19,6 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import as_stored, kept
 from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
-from jgrad._inputs.moment import check_form
 from jgrad._layers import array_spec
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.checks import ArgLeaves
@@ -164,7 +163,14 @@ class Inputs(Parameters):
         self.then = around.then
         self._structure = trees.flatten(self.tree)[1]
         self._updates = self.like_reference("updates", updates)
-        self.g = self._gradients(self._updates.with_arrays())
+        arg = self._updates.with_arrays()
+        for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
+            if (expected := _expected(g, p)) is not None:
+                arg.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
+            if g is not None and g.dtype == jax.dtypes.float0:
+                self.require_params("a float0 gradient")
+            self.g[i] = g if self.is_updated[i] else None
+        checks.same_shapes(arg._replace(leaves=self.g), self.reference)
         self.is_updated = [g is not None for g in self.g]
 
     def require_params(self, reason: str) -> list[Leaf]:
@@ -202,7 +208,6 @@ class Inputs(Parameters):
         Call it before the new arrays are read elsewhere; otherwise XLA writes them twice, since
         `skip_nonfinite` then chooses afterwards. Moments go by `Moment.write`.
         """
-        check_form(self.function, new, old)
         arrays = [x.array if isinstance(x, Finished) else x for x in new]
         if self.commit is not None:
             calls = [
@@ -269,17 +274,6 @@ class Inputs(Parameters):
             if is_of_some:
                 expected = f"{'None' if x is None else expected}; {OTHER_LEAVES}"
             arg.fail(i, TypeError, f"{checks.describe(moment)}, expected {expected}")
-
-    def _gradients(self, arg: ArgLeaves) -> list[Leaf]:
-        gradients = []
-        for i, (g, p) in enumerate(zip(arg.leaves, self.reference.leaves, strict=True)):
-            if (expected := _expected(g, p)) is not None:
-                arg.fail(i, TypeError, f"{checks.describe(g)}, expected {expected}")
-            if g is not None and g.dtype == jax.dtypes.float0:
-                self.require_params("a float0 gradient")
-            gradients.append(g if p is not None and jnp.issubdtype(p.dtype, jnp.inexact) else None)
-        checks.same_shapes(arg._replace(leaves=gradients), self.reference)
-        return gradients
 
 
 # `nnx.Optimizer` writes the new state back attribute by attribute, and loses nodes that are not

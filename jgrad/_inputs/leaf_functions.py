@@ -4,7 +4,6 @@ A form of moments may make the step of a leaf one operation on accelerators, see
 """
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -34,13 +33,16 @@ class Descent(NamedTuple):
     rule: str
     has_rate: bool = False
 
+    @property
+    def of_leaf(self) -> Function:
+        """What makes the update of one leaf."""
+        return leafwise.fixed(rules.update_of_leaf, rule=self.rule, has_rate=self.has_rate)
+
     def updates(
         self, directions: list[Any], w: list[Any] | None, like: list[Any] | None = None
     ) -> list[Any]:
         """The update of each leaf, from a direction that no function of one leaf returned."""
-        columns = leafwise.zip_leaves(directions, like, w, self.decay, self.rate)
-        update = update_by(self.rule, self.has_rate)
-        return leafwise.run([(update, x) for x in columns])
+        return leafwise.apply(self.of_leaf, directions, like, w, self.decay, self.rate)
 
 
 class LeafFunction:
@@ -95,8 +97,8 @@ class LeafFunction:
           options: see above.
         """
         chosen = tuple(sorted(options.items()))
-        rule = None if descent is None else (descent.rule, descent.has_rate)
-        program = self._program(chosen, rule)
+        ending = None if descent is None else (descent.rule, descent.has_rate)
+        program = self._program(chosen, ending)
         calls: list[Call] = []
         in_kernels: Any = None
         for i, x in enumerate(g):
@@ -114,7 +116,7 @@ class LeafFunction:
             calls.append(in_kernels.update(inputs, i, program, arguments, steps, alone))
         updates, *new = _results(calls, args)
         if in_kernels is not None:
-            in_kernels.finish(inputs, updates, None if rule is None else update_by(*rule))
+            in_kernels.finish(inputs, updates, None if descent is None else descent.of_leaf)
         return updates, *new
 
 
@@ -130,11 +132,15 @@ def kernels_of(args: Sequence[Any], i: int) -> Any:
 
 def _results(calls: list[Call], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The results of functions of one leaf, as a list, and the new moments that they wrote."""
-    results = leafwise.run(calls)
-    value, new = map(operator.itemgetter, (0, 1))
     moments = [x for x in args if isinstance(x, Moment)]
-    columns = zip(*map(new, results), strict=True) if results else [()] * len(moments)
-    return list(map(value, results)), *map(Moment.written, moments, map(list, columns))
+    if not calls:
+        return [], *([] for _ in moments)
+    values, new = zip(*leafwise.run(calls), strict=True)
+    columns = list(map(list, zip(*new, strict=True)))
+    for moment, column in zip(moments, columns, strict=True):
+        if moment.commit is not None:
+            moment.commit.settle(column, moment.old)
+    return list(values), *columns
 
 
 def _entry(x: Any, i: int) -> Any:
@@ -147,34 +153,32 @@ def _entry(x: Any, i: int) -> Any:
     return x[i] if isinstance(x, list) else x
 
 
-@functools.cache  # one function object for each choice, so that JAX's caches find it again
-def update_by(rule: str, has_rate: bool) -> Function:
-    """What makes the update of a leaf of its direction."""
-    return functools.partial(rules.update_of_leaf, rule=rule, has_rate=has_rate)
-
-
 def _program(
     function: Function,
     options: tuple[tuple[str, Any], ...],
-    rule: tuple[str, bool] | None,
+    ending: tuple[str, bool] | None,
     *,
     whole: bool = False,
 ) -> Function:
     """(arguments) -> what the function makes of a leaf, and the new moments that it wrote.
 
-    The last arguments are those of a descent, if there is a rule for it: then it is the update.
-    Else it is the direction, or the whole result.
+    The last arguments are those of a descent, if it is one of that rule, and says that the
+    direction has the rate or has not: then it is the update. Else it is the direction, or the whole
+    result.
     """
-    chosen, update = dict(options), None if rule is None else update_by(*rule)
+    chosen = dict(options)
 
     def program(*args: Any) -> tuple[Any, list[Any]]:
-        leaf_args, steps = (args, ()) if update is None else (args[:-3], args[-3:])
+        leaf_args, steps = (args, ()) if ending is None else (args[:-3], args[-3:])
         result = function(*leaf_args, **chosen)
         new = written([x for x in leaf_args if isinstance(x, Moments)])
         if whole:
             return result, new
         direction, like = result if isinstance(result, tuple) else (result, None)
-        return direction if update is None else update(direction, like, *steps), new
+        if ending is None:
+            return direction, new
+        rule, has_rate = ending
+        return rules.update_of_leaf(direction, like, *steps, rule=rule, has_rate=has_rate), new
 
     return program
 

@@ -8,7 +8,7 @@ rest are inputs, so the kernel of a convolution is one matrix.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,14 +16,19 @@ import jax.numpy as jnp
 
 from jgrad._inputs import layer_options, options
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._layers import layer_axes as axes_of
-from jgrad._layers.array_spec import ArraySpec
-from jgrad._layers.layer_axes import Axes, LayerAxes, axis_exists, existing, read_layer_axes
-from jgrad._layers.matrix_axes import MatrixAxes
+from jgrad._layers.layer_axes import (
+    Axes,
+    LayerAxes,
+    axis_exists,
+    existing,
+    of_leaves,
+    read_layer_axes,
+)
+from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import ArrayAxes, Mask, MeshAxes
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import MeshAxesPerAxis, automatic_mesh, read_leaves, unknown_axes
 
 # The default of `output_axes`: -1, in a form that `optax.inject_hyperparams` does not turn into an
@@ -86,98 +91,85 @@ class MatrixOptions(NamedTuple):
             remedy = "`hidden_matrices()` chooses by names and shapes; shapes alone cannot tell"
             raise TypeError(f"{function}: `matrices`: None, expected {expected}; {remedy}.")
 
-    def find(self, inputs: Parameters) -> list[MatrixAxes | None]:
-        """Where the matrices of each leaf are; an error where one is packed with others."""
-        axes = self.output_axes, self.layer_axes, self.mesh_axes, self.split
-        matrices = find(inputs, self.matrices, *axes)
-        if inputs.has_buffers:
-            refuse_packed(inputs, matrices)
+    def find(self, inputs: Parameters) -> dict[int, MatrixAxes]:
+        """Where the matrices of leaves are; an error where one is packed with others."""
+        mask = options.mask(inputs, "matrices", self.matrices)
+        stacked = layer_options.stacked_axes(inputs, self.layer_axes)
+        matrices = find(inputs, mask, stacked, self.output_axes, self.mesh_axes)
+        if self.split is not None:
+            split = inputs.option("split", read_split(inputs.function, self.split))
+            matrices = _with_runs(inputs, matrices, split)
+        for i in packed(inputs, matrices):
+            arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
+            came = "True for a leaf that is packed with others"
+            expected = "expected one by itself: a smaller `max_size` of `pack` or `pack_small`"
+            remedy = "in the place of `zero`, `shard_over` under `jit`"
+            arg.fail(i, ValueError, f"{came}, {expected}; {remedy}")
         return matrices
 
 
-# ---- for each leaf of the unpacked tree --------------------------------------------------------
+# ---- of leaves of the unpacked tree, by their positions ----------------------------------------
 
 
 def find(
     inputs: Parameters,
-    matrices: Mask,
+    mask: Sequence[bool],
+    layer_axes: ArgLeaves,
     output_axes: PyTree,
-    layer_axes: PyTree,
     mesh_axes: PyTree,
-    split: PyTree,
-) -> list[MatrixAxes | None]:
-    """Where the matrices of each leaf are; None for a leaf that is none."""
-    if not inputs.specs:
-        return []
-    function = inputs.function
-    reference = ArgLeaves.from_tree(function, "params", inputs.shapes).with_arrays()
-    mask = options.mask(inputs, "matrices", matrices)
-    chosen = reference._replace(
-        name="matrices",
-        leaves=[
-            use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
-            for use, x in zip(mask, reference.leaves, strict=True)
-        ],
-    )
-    stacked = layer_options.stacked_axes(inputs, layer_axes)
-    outputs = inputs.option(_OUTPUTS, read_layer_axes(function, output_axes, _OUTPUTS))
-    layers = layers_of(chosen, stacked, reference)
-    if inputs.has_buffers:
-        _as_packed(inputs.specs, layers, chosen, stacked)
-    axes = of_leaves(layers, outputs, chosen)
-    axes = _with_shardings(inputs, axes, inputs.placements(mesh_axes))
-    if split is None:
-        return axes
-    return _with_runs(inputs, axes, inputs.option("split", read_split(function, split)))
-
-
-def layers_of(chosen: ArgLeaves, layer_axes: ArgLeaves, reference: ArgLeaves) -> list[LayerAxes]:
-    """The layers of each leaf with True in `chosen`; the others may have any `layer_axes`."""
-    pairs = zip(layer_axes.leaves, chosen.leaves, strict=True)
-    stacked = layer_axes._replace(leaves=[axes if use else Axes() for axes, use in pairs])
-    return axes_of.of_leaves(stacked, reference)
-
-
-def refuse_packed(inputs: Parameters, matrices: Sequence[MatrixAxes | None]) -> None:
-    """An error if a matrix shares a buffer with other leaves."""
-    for spec in inputs.specs:
-        for i in () if spec.is_unpacked else spec.positions:
-            if matrices[i] is not None:
-                arg = ArgLeaves.from_tree(inputs.function, "matrices", inputs.shapes)
-                came = "True for a leaf that is packed with others"
-                expected = "expected one by itself: a smaller `max_size` of `pack` or `pack_small`"
-                remedy = "in the place of `zero`, `shard_over` under `jit`"
-                arg.fail(i, ValueError, f"{came}, {expected}; {remedy}")
-
-
-def _as_packed(
-    specs: Sequence[ArraySpec], layers: list[LayerAxes], chosen: ArgLeaves, layer_axes: ArgLeaves
-) -> None:
-    """Puts the layers of leaves that were packed with `layer_axes` in the place of those given."""
-    packed = [pair for spec in specs for pair in zip(spec.positions, spec.spans, strict=False)]
-    for i, span in packed:
-        stacked = span.layers.stacked
-        if chosen.leaves[i] and stacked:
-            if layers[i].stacked not in ((), stacked):
-                expected = f"the axes with which it was packed, {stacked}"
-                layer_axes.fail(i, ValueError, f"{layers[i].stacked}, expected {expected}")
-            layers[i] = span.layers
-
-
-def of_leaves(
-    layers: Sequence[LayerAxes], output_axes: ArgLeaves, matrices: ArgLeaves
-) -> list[MatrixAxes | None]:
-    """The matrices of each leaf with True in `matrices`; None for the others."""
-    pairs = enumerate(zip(layers, matrices.leaves, strict=True))
-    return [
-        _matrices_of_leaf(i, layers_here, output_axes, matrices) if use else None
-        for i, (layers_here, use) in pairs
+) -> dict[int, MatrixAxes]:
+    """Where the matrices of the leaves with True are; the others may have any `layer_axes`."""
+    params = ArgLeaves.from_tree(inputs.function, "params", inputs.shapes).with_arrays()
+    rows = [
+        i
+        for i, (use, x) in enumerate(zip(mask, params.leaves, strict=True))
+        if use and x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
+    outputs = inputs.option(_OUTPUTS, read_layer_axes(inputs.function, output_axes, _OUTPUTS))
+    layers = dict(zip(rows, of_leaves(layer_axes.at(rows), params.at(rows)), strict=True))
+    for spec in inputs.specs:
+        for i, span in zip(spec.positions, spec.spans, strict=False):
+            if i in layers and span.layers.stacked:
+                layers[i] = _as_packed(i, layers[i], span.layers, layer_axes)
+    reference = params._replace(name="matrices")
+    matrices = {i: of_leaf(i, x, outputs, reference) for i, x in layers.items()}
+    return matrices | _with_shardings(inputs, matrices, inputs.placements(mesh_axes))
 
 
-def _matrices_of_leaf(
-    i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves
-) -> MatrixAxes:
+def unpacked(inputs: Parameters) -> dict[int, Leaf]:
+    """The arrays that are leaves themselves; all others are buffers of several."""
+    pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
+    return {spec.positions[0]: x for spec, x in pairs if spec.is_unpacked}
+
+
+def packed(inputs: Parameters, matrices: Container[int]) -> list[int]:
+    """Those of the matrices that share a buffer with other leaves."""
+    buffers = (spec for spec in inputs.specs if not spec.is_unpacked)
+    return [i for spec in buffers for i in spec.positions if i in matrices]
+
+
+def with_shapes_of_matrices(
+    inputs: Parameters,
+    matrices: Mapping[int, MatrixAxes],
+    shape_of: Callable[[Leaf, MatrixAxes], PyTree],
+) -> PyTree:
+    """The tree of the parameters, with what a moment has in the place of matrices."""
+    leaves, both = list(inputs.reference.leaves), TwoKinds.of(inputs.specs, matrices)
+    for k, axes in zip(both.first, both.axes, strict=True):
+        leaves[k] = shape_of(leaves[k], axes)
+    return trees.flatten(inputs.tree)[1].unflatten(leaves)
+
+
+def _as_packed(i: int, layers: LayerAxes, packed: LayerAxes, layer_axes: ArgLeaves) -> LayerAxes:
+    """The layers with which a leaf was packed, in the place of those given."""
+    if layers.stacked not in ((), packed.stacked):
+        expected = f"the axes with which it was packed, {packed.stacked}"
+        layer_axes.fail(i, ValueError, f"{layers.stacked}, expected {expected}")
+    return packed
+
+
+def of_leaf(i: int, layers: LayerAxes, output_axes: ArgLeaves, matrices: ArgLeaves) -> MatrixAxes:
+    """The matrices of a leaf with these layers; an error where it has none."""
     shape, axes = layers.shape, output_axes.leaves[i].values
     remedy = "; without them a leaf is not a matrix, and belongs to Adam: False"
     if layers.stacked:
@@ -211,26 +203,24 @@ def _described(layers: LayerAxes) -> str:
 
 
 def _with_shardings(
-    inputs: Parameters, axes: Sequence[MatrixAxes | None], mesh_axes: ArgLeaves
-) -> list[MatrixAxes | None]:
-    """The matrices of each leaf, with what a device has of it inside of `shard_map`."""
-    arrays = zip(inputs.specs, inputs.reference.leaves, strict=True)
-    array_of = {i: x for spec, x in arrays if spec.is_unpacked for i in spec.positions}
-    sharded = list(axes)
-    for i, matrices in enumerate(axes):
-        if matrices is None or i not in array_of:  # no matrix, or a packed one, which is refused
+    inputs: Parameters, matrices: Mapping[int, MatrixAxes], mesh_axes: ArgLeaves
+) -> dict[int, MatrixAxes]:
+    """With what a device has of them inside of `shard_map`; packed ones are refused elsewhere."""
+    is_update = isinstance(inputs, Inputs)  # an `init` may be elsewhere
+    sharded: dict[int, MatrixAxes] = {}
+    for i, x in unpacked(inputs).items():
+        if i not in matrices:
             continue
-        x, per_axis = array_of[i], mesh_axes.leaves[i].per_axis
+        axes, per_axis = matrices[i], mesh_axes.leaves[i].per_axis
         if per_axis is None:
             if unknown := unknown_axes(x):
                 _fail_for_part(mesh_axes, i, unknown)
-        elif len(per_axis) > len(matrices.shape):
-            count, shape = len(per_axis), matrices.shape
+        elif len(per_axis) > len(axes.shape):
+            count, shape = len(per_axis), axes.shape
             expected = f"at most {len(shape)}, one for each axis of shape {shape}"
             mesh_axes.fail(i, ValueError, f"{count} entries, expected {expected}")
         else:
-            is_update = isinstance(inputs, Inputs)  # an `init` may be elsewhere
-            sharded[i] = _sharded(matrices, mesh_axes, i, per_axis, x, is_update=is_update)
+            sharded[i] = _sharded(axes, mesh_axes, i, per_axis, x, is_update=is_update)
     return sharded
 
 
@@ -281,18 +271,18 @@ def _fail_for_part(mesh_axes: ArgLeaves, i: int, unknown: Sequence[str]) -> None
 
 
 def _with_runs(
-    inputs: Parameters, axes: Sequence[MatrixAxes | None], split: ArgLeaves
-) -> list[MatrixAxes | None]:
-    """The matrices of each leaf, with the pieces into which it is split."""
-    leaves = trees.flatten(inputs.shapes)[0]
-    split_axes = list(axes)
-    for i, (matrices, x, sizes) in enumerate(zip(axes, leaves, split.leaves, strict=True)):
+    inputs: Parameters, matrices: Mapping[int, MatrixAxes], split: ArgLeaves
+) -> dict[int, MatrixAxes]:
+    """With the pieces into which they are split."""
+    split_axes = dict(matrices)
+    for i, (x, sizes) in enumerate(zip(trees.flatten(inputs.shapes)[0], split.leaves, strict=True)):
         if x is None or not sizes.values:
             continue
-        if matrices is None:
+        if i not in matrices:
             expected = "None for a leaf that is not a matrix; `by_path` chooses leaves"
             split.fail(i, ValueError, f"{_shown(sizes)}, expected {expected}")
-        split_axes[i] = dataclasses.replace(matrices, runs=_runs(split, i, matrices, sizes))
+        runs = _runs(split, i, matrices[i], sizes)
+        split_axes[i] = dataclasses.replace(matrices[i], runs=runs)
     return split_axes
 
 

@@ -52,23 +52,17 @@ class Moment:
         random = None if self.random is None else self.random.at(rows)
         return dataclasses.replace(self, old=leafwise.at(self.old, rows), random=random)
 
-    def written(self, new: list[Any]) -> list[Any]:
-        """New moments as the state will hold them, which were written leaf by leaf."""
-        if self.has_form and self.commit is not None:
-            self.commit.settle(new, self.old)
-        return new
-
 
 class Shapes(NamedTuple):
     """The moments that a method keeps, for given parameters.
 
     Attributes:
       moments: by its name in the state, for each a tree like the parameters with its shapes.
-      matrices: where those of each leaf are, or of each array, as the method has it; None for none.
+      matrices: where they are in leaves that have some, by positions in the unpacked tree.
     """
 
     moments: Mapping[str, PyTree]
-    matrices: list[Any] | None = None
+    matrices: Mapping[int, Any] = {}
 
 
 class Step(NamedTuple):
@@ -78,7 +72,7 @@ class Step(NamedTuple):
       number: of this update, counting from 1.
       done: number of completed updates, as in the state.
       moments: by their names, those of `Shapes`.
-      matrices: of `Shapes`, of each leaf.
+      matrices: of `Shapes`.
       numbers: keyword arguments of this call of `update`, such as `learning_rate`.
       more: other fields of the state, as the method reads them.
     """
@@ -86,7 +80,7 @@ class Step(NamedTuple):
     number: jax.Array
     done: jax.Array
     moments: Mapping[str, Moment]
-    matrices: list[Any]
+    matrices: Mapping[int, Any]
     numbers: Mapping[str, Any]
     more: Any = None
 
@@ -98,7 +92,7 @@ class Step(NamedTuple):
     @classmethod
     def of_count(cls, done: jax.Array) -> "Step":
         """Of a wrapper, for options: they ask a step for its number alone."""
-        return cls(done, done, {}, [], {})
+        return cls(done, done, {}, {}, {})
 
 
 # ---- arrays of moments -------------------------------------------------------------------------
@@ -110,7 +104,7 @@ def zeros(
     dtype: DTypeLike | None = None,
     *,
     shapes: PyTree = None,
-    mesh_axes: Sequence[MeshAxesOf | None] = (),
+    mesh_axes: Mapping[int, MeshAxesOf] = {},
     form: forms.Form | None = None,
     layouts: Sequence[Any] | None = None,
     real: bool = False,
@@ -126,7 +120,7 @@ def zeros(
       dtype: see above.
       shapes: those of the zeros where they differ from the parameters'; None in it for none, and in
         a form of shapes what a method stores so.
-      mesh_axes: of each array, in `shard_map`, along which some of its axes are sharded.
+      mesh_axes: of some arrays, in `shard_map`, along which some of their axes are sharded.
       form: that a user chose.
       layouts: how each array is stored in it; None for those that are not.
       real: whether zeros are real where parameters are complex.
@@ -135,10 +129,10 @@ def zeros(
     like, structure = trees.flatten(params if shapes is None else shapes)
     none: list[Any] = [None] * len(like)
     zeros = list(none)
-    columns = zip(leaves, like, mesh_axes or none, layouts or none, strict=True)
-    for i, (p, x, names_of, layout) in enumerate(columns):
+    for i, (p, x, layout) in enumerate(zip(leaves, like, layouts or none, strict=True)):
         if p is None or x is None:
             continue
+        names_of = mesh_axes.get(i)
         zeros_of = functools.partial(_zeros, p, names_of, dtype, real)
         if (form_of_method := forms.find(x)) is not None:
             zeros[i] = form_of_method.zeros(p, x, None, zeros_of, real)
@@ -175,14 +169,3 @@ def _zeros(
     dtype = numerics.real_dtype(p) if dtype is None else np.dtype(dtype)
     is_complex = jnp.iscomplexobj(p) and not real
     return numerics.zeros_like(p, numerics.complex_dtype(dtype) if is_complex else dtype)
-
-
-def check_form(function: str, new: Sequence[Any], old: Sequence[Any]) -> None:
-    """No array is written where the state has another form: it would be cast to its dtype."""
-    if not forms.some(old):
-        return
-    for n, o in zip(new, old, strict=True):
-        if n is not None and (form := forms.find(o)) is not None and type(n) is not type(o):
-            expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
-            problem = f"a moment in {form.words}: {checks.describe(n)}"
-            raise TypeError(f"{function}: {problem}, {expected}.")

@@ -84,11 +84,12 @@ def in_range(
 
 
 def forms(x: Leaf) -> BetaForms:
-    """The forms of one beta: a number of Python, or an array."""
+    """The forms of one beta: of a number of Python in double precision, or of an array."""
     if x is None:
         return BetaForms(None, None, None)  # where there is no parameter either
     if checks.is_number(x):
-        return BetaForms(*map(strong_scalar, numerics.beta_from_number(float(x))))
+        log = math.log(x) if x > 0 else numerics.LOG_OF_ZERO
+        return BetaForms(*map(strong_scalar, (x, 1.0 - float(x), log)))
     return _beta_from_array(x)
 
 

@@ -6,7 +6,6 @@ is not `None` is an array, or a number with a gradient, or an error.
 """
 
 import collections
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgrad._arithmetic import rules
 from jgrad._arithmetic.leaf_moment import is_rounded
 from jgrad._inputs.inputs import OTHER_FORM, Inputs, Parameters
-from jgrad._inputs.moment import Moment, Shapes, Step, check_form, zeros
+from jgrad._inputs.moment import Moment, Shapes, Step, zeros
 from jgrad._inputs.numbers import OfCall
 from jgrad._trees import checks, forms, trees
 from jgrad._trees.annotations import Mask, MomentDType, State
@@ -141,7 +140,8 @@ class MomentOptions(NamedTuple):
         say_if_lost(params)
         moments: dict[str, PyTree] = dict.fromkeys(kinds)
         is_used = False  # the form, by some leaf
-        matrices = params.per_array(shapes.matrices) if shapes.matrices else []
+        positions = [spec.positions[0] for spec in params.specs]
+        matrices = {k: shapes.matrices[i] for k, i in enumerate(positions) if i in shapes.matrices}
         for name, tree in shapes.moments.items():
             if tree is None:
                 continue
@@ -154,7 +154,7 @@ class MomentOptions(NamedTuple):
                 params.tree,
                 chosen.dtype if form is None else None,
                 shapes=tree,
-                mesh_axes=[of and of.sharded_over for of in matrices],
+                mesh_axes={k: axes.sharded_over for k, axes in matrices.items()},
                 form=form,
                 layouts=layouts,
                 real=kinds[name].is_real,
@@ -171,56 +171,34 @@ class MomentOptions(NamedTuple):
         numbers: Mapping[str, Any],
         kind: Any,
     ) -> Step:
-        """What an update starts from; an error where the state is of another method or form."""
-        came = remedy = ""
+        """What an update starts from; an error where moments are of another method or form."""
         kinds: Kinds = kind.__jgrad_fields__.moments
-        if not isinstance(state, kind):
-            is_foreign = isinstance(state, tuple) and not hasattr(state, "__jgrad_fields__")
-            remedy = " `carry_over` converts the states of optax." if is_foreign else ""
-            came = type(state).__name__
-        else:
-            for name in kinds:
-                is_expected = shapes.moments.get(name) is not None
-                if (getattr(state, name) is not None) != is_expected:
-                    without = "without" if is_expected else "with"
-                    origin = f"{without} `{name}`, from another method or other options"
-                    came = f"{trees.with_article(kind.__name__)} {origin}"
-        if came:
-            expected = checks.made_by_init(inputs.function, kind)
-            raise TypeError(f"{inputs.function}: `state`: {came}, {expected}{remedy}")
-        check_counters(inputs.function, state)
+        for name in kinds:
+            is_expected = shapes.moments.get(name) is not None
+            if (getattr(state, name) is not None) != is_expected:
+                without = "without" if is_expected else "with"
+                came = f"{trees.with_article(kind.__name__)} {without} `{name}`"
+                origin = "from another method or other options"
+                expected = checks.made_by_init(inputs.function, kind)
+                raise TypeError(f"{inputs.function}: `state`: {came}, {origin}, {expected}")
         step = optax.safe_increment(jnp.asarray(state.step))
-        keys = functools.cache(functools.partial(forms.random, step))  # where something is rounded
+        bits = functools.cache(functools.partial(forms.random, step))  # if something is rounded
         moments: dict[str, Moment] = {}
         for name, tree in shapes.moments.items():
-            real = kinds[name].is_real
+            if tree is None:  # no such moment, or the only parameter has none
+                moments[name] = Moment([None] * len(inputs.specs))
+                continue
+            real, is_whole = kinds[name].is_real, tree is inputs.tree
             chosen = AS_PARAMETERS if self.of_first and real else self
-            moments[name] = chosen._moment(inputs, name, state, tree, keys, real=real)
-        return Step(step, state.step, moments, shapes.matrices or [], numbers)
-
-    def _moment(
-        self,
-        inputs: Inputs,
-        name: str,
-        state: Any,
-        shapes: PyTree,
-        keys: Callable[[], Any],
-        *,
-        real: bool,
-    ) -> Moment:
-        """One moment, stored in the form that was asked for."""
-        if shapes is None:  # no such moment, or the only parameter has none
-            return Moment([None] * len(inputs.specs))
-        is_whole = shapes is inputs.tree
-        name, came = f"state.{name}", getattr(state, name)
-        old = inputs.moment(name, came, None if is_whole else shapes, real=real)
-        if forms.named(self.dtype) is not None or forms.some(old):
-            self._check_forms(inputs, name, old, shapes)
-        moment = Moment(old, None, inputs.commit, has_form=True)
-        if not any(map(is_rounded, old)):
-            return moment
-        random = keys().of_moment(inputs, old, self.mesh_axes, is_whole=is_whole)
-        return dataclasses.replace(moment, random=random)
+            field, came = f"state.{name}", getattr(state, name)
+            old = inputs.moment(field, came, None if is_whole else tree, real=real)
+            if forms.named(chosen.dtype) is not None or forms.some(old):
+                chosen._check_forms(inputs, field, old, tree)
+            random = None
+            if any(map(is_rounded, old)):
+                random = bits().of_moment(inputs, old, chosen.mesh_axes, is_whole=is_whole)
+            moments[name] = Moment(old, random, inputs.commit, has_form=True)
+        return Step(step, state.step, moments, shapes.matrices, numbers)
 
     def _check_forms(self, inputs: Inputs, name: str, old: list[Any], shapes: PyTree) -> None:
         """Each leaf has the form that the user chose for it."""
@@ -354,7 +332,7 @@ def transformation(
         stored = dict.fromkeys(kinds) | _in_state(inputs, old, new, state)
         return inputs.directions(values), type(state)(step.number, *stored.values(), *others)
 
-    return pair(init, update, name, checks_options=True)
+    return pair(init, update, name, kind, checks_options=True)
 
 
 def _in_state(
@@ -370,9 +348,12 @@ def _in_state(
         if not isinstance(values, list):
             came, expected = type(values).__name__, "what a function of one leaf wrote into it"
             raise TypeError(f"{name}: new moments `{field}`: {came}, expected {expected}.")
-        # The old moments stay if there are no new ones.
-        values = inputs.put_back(values, [None] * len(moment.old))
-        check_form(name, values, moment.old)
+        values = inputs.put_back(values, moment.old)  # which stay if there are no new ones
+        for x, old in zip(values, moment.old, strict=True):
+            if type(x) is not type(old) and (form := forms.find(old)) is not None:
+                problem = f"a moment in {form.words}: {checks.describe(x)}"
+                expected = f"expected {form.kind.__name__}, as `Moment.write` makes them"
+                raise TypeError(f"{name}: {problem}, {expected}.")
         structure = trees.flatten(getattr(state, field))[1]
         stored[field] = structure.unflatten(rules.cast_back(values, moment.old))
     return stored
@@ -382,14 +363,6 @@ _ON_DEVICE = "it moved by `jax.device_put(x, jax.memory.Space.Device)`"
 _IN_STEP = "`step_in_backward`, which fetches a layer at a time"
 
 
-def check_counters(function: str, state: PyTree) -> None:
-    """Counters are integers, where a state says which of its fields they are."""
-    fields = getattr(state, "__jgrad_fields__", None)
-    for name, role in fields.roles.items() if fields is not None else ():
-        if role in ("step", "count"):
-            checks.state_counter(function, f"state.{name}", getattr(state, name))
-
-
 # ---- trees as users have them ------------------------------------------------------------------
 
 
@@ -397,7 +370,7 @@ def pair(
     init: Callable[[PyTree], State],
     update: Callable[..., tuple[PyTree, State]],
     name: str,
-    kind: type | None = None,
+    kind: Any = None,
     *,
     handed_on: Sequence[str] = (),
     checks_options: bool = False,
@@ -419,7 +392,9 @@ def pair(
     def init_of_model(params: PyTree) -> PyTree:
         if not offloads:
             checks.on_device(name, "params", params, f"`offload` around it, or {_ON_DEVICE}")
-        state = forms.in_boxes(init(arrays_of(params)))
+        state = init(arrays_of(params))
+        boxes = forms.boxes_of(trees.flatten(state)[0])
+        state = state if boxes is None else boxes.blocks_of_variables(state)
         directions = told().directions
         if directions is not None and name.startswith("scale_by_"):
             directions.append((name, state))
@@ -436,12 +411,10 @@ def pair(
             around = "`offload` around all of it"
             checks.on_device(name, "state", state, f"{around}, or {_ON_DEVICE}")
         updates, before = checks.values_of(updates), checks.values_of(state)
-        params, state = arrays_of(params, updates), forms.out_of_boxes(before)
+        params, boxes = arrays_of(params, updates), forms.boxes_of(trees.flatten(before)[0])
+        state = before if boxes is None else boxes.variables_of_blocks(before)
         if kind is not None:
-            if not isinstance(state, kind):
-                came, expected = type(state).__name__, checks.made_by_init(name, kind)
-                raise TypeError(f"{name}: `state`: {came}, {expected}")
-            check_counters(name, state)
+            check_state(name, state, kind)
         share = told().share
         if share is None:
             steps, new = update(updates, state, params, **extra_args)
@@ -454,9 +427,23 @@ def pair(
         structure: Any = jax.tree.structure(state)
         if structure == jax.tree.structure(new):
             return steps, jax.tree.unflatten(jax.tree.structure(before), jax.tree.leaves(new))
-        return steps, forms.in_boxes(new)  # as where a sum begins
+        return steps, boxes.blocks_of_variables(new)  # as where a sum begins
 
     return Transformation(init_of_model, update_of_model)
+
+
+def check_state(function: str, state: PyTree, kind: Any) -> None:
+    """A state is one that `init` made; its counters are integers, where it says which are some."""
+    if not isinstance(state, kind):
+        came, expected = type(state).__name__, checks.made_by_init(function, kind)
+        is_full = isinstance(state, tuple) and state != ()
+        is_foreign = is_full and not hasattr(state, "__jgrad_fields__")
+        remedy = " `carry_over` converts the states of optax." if is_foreign else ""
+        raise TypeError(f"{function}: `state`: {came}, {expected}{remedy}")
+    fields = getattr(state, "__jgrad_fields__", None)
+    for name, role in fields.roles.items() if fields is not None else ():
+        if role in ("step", "count"):
+            checks.state_counter(function, f"state.{name}", getattr(state, name))
 
 
 def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
@@ -466,7 +453,7 @@ def arrays_of(params: PyTree, updates: PyTree = None) -> PyTree:
     """
     params = checks.values_of(params)
     leaves, structure = trees.flatten(params)
-    if trees.is_one_leaf(structure) or all(map(checks.is_inexact, leaves)):
+    if structure.num_nodes == 1 or all(map(checks.is_inexact, leaves)):
         return params  # the same object, in most calls: `None`, one parameter, or arrays alone
     gradients, gradients_form = trees.flatten(updates)
     known = gradients_form == structure

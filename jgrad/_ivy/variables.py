@@ -19,7 +19,7 @@ from jgrad._inputs.aligned import lists_as_arrays
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Tree
 from jgrad._trees.checks import ArgLeaves
-from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.protocols import PyTree
 
 
 @overload
@@ -172,7 +172,8 @@ def _combined(
     arg = ArgLeaves(function, "val", trees.broadcast(val, x), lambda: trees.paths(x))
     for i, (a, b) in enumerate(zip(leaves, arg.leaves, strict=True)):
         if (a is None) != (b is None):
-            arg.fail(i, TypeError, f"{checks.describe(b)}, expected {_expected(a)}")
+            expected = "None, as `x` is" if a is None else "an array or a number"
+            arg.fail(i, TypeError, f"{checks.describe(b)}, expected {expected}")
         if checks.is_number(b) and not _holds(jnp.asarray(a).dtype, b):
             arg.fail(i, ValueError, f"{b}, expected what {jnp.asarray(a).dtype} can hold")
     reference = ArgLeaves(function, "x", leaves, arg.paths).with_arrays()
@@ -187,10 +188,6 @@ def _combined(
             arg.fail(i, TypeError, f"{checks.describe(b)}, expected what {a.dtype} can hold")
         new.append(combine(a, jnp.broadcast_to(b, a.shape).astype(a.dtype)))
     return structure.unflatten(new)
-
-
-def _expected(a: Leaf) -> str:
-    return "None, as `x` is" if a is None else "an array or a number"
 
 
 def _holds(dtype: np.dtype, number: float) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 
 from jgrad._inputs import matrix_options
 from jgrad._inputs.by_path import check_parameters
-from jgrad._layers.layer_axes import Axes, read_layer_axes
+from jgrad._layers.layer_axes import Axes, of_leaves, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._trees import checks, leaf_names, trees, variables
 from jgrad._trees.annotations import ArrayAxes
@@ -60,10 +59,11 @@ class HiddenMatrices:
 
     def __call__(self, params: PyTree) -> PyTree:
         """A tree of bools like the parameters; None for None."""
-        reasons = [reason for *_, reason in self._rows(params)]
         leaves, structure = trees.flatten(trees.shapes(params))
-        pairs = zip(leaves, reasons, strict=True)
-        return structure.unflatten([None if x is None else not reason for x, reason in pairs])
+        rows = self._rows(params)
+        chosen = {i for i, (_, _, reason) in rows.items() if not reason}
+        pairs = enumerate(leaves)
+        return structure.unflatten([None if x is None else i in chosen for i, x in pairs])
 
     def describe(self, params: PyTree, *, output_axes: ArrayAxes = None) -> str:
         """A line for each array: Muon or Adam, its path and shape, and the reason for the choice.
@@ -81,29 +81,32 @@ class HiddenMatrices:
         axes = read_layer_axes(_NAME, output_axes, "output_axes")
         named_axes = ArgLeaves.from_prefix(_NAME, "output_axes", axes, "params", tree)
         named = [
-            shape is not None and not reason and outputs.values != ()
-            for (_, shape, reason), outputs in zip(rows, named_axes.leaves, strict=True)
+            i
+            for i, (_, _, reason) in rows.items()
+            if not reason and named_axes.leaves[i].values != ()
         ]
-        matrices = self._matrices(tree, [shape for _, shape, _ in rows], named_axes, named)
+        matrices = self._matrices(tree, named_axes, named)
         table = [
             ("Adam", path, str(shape), f"by {reason}")
             if reason
-            else ("Muon", path, str(shape), f"by shape alone; {_outputs(path, shape, matrix)}")
-            for (path, shape, reason), matrix in zip(rows, matrices, strict=True)
-            if shape is not None
+            else (
+                "Muon",
+                path,
+                str(shape),
+                f"by shape alone; {_outputs(path, shape, matrices.get(i))}",
+            )
+            for i, (path, shape, reason) in rows.items()
         ]
         return leaf_names.table(table)
 
     def _matrices(
-        self, tree: PyTree, shapes: Sequence[Leaf], outputs: ArgLeaves, named: Sequence[bool]
-    ) -> list[MatrixAxes | None]:
+        self, tree: PyTree, outputs: ArgLeaves, named: Sequence[int]
+    ) -> dict[int, MatrixAxes]:
         """Those of the leaves whose output axes are named; an error where `muon` would raise it."""
-        pairs = zip(shapes, named, strict=True)
-        leaves = [jax.ShapeDtypeStruct(shape, float) if use else None for shape, use in pairs]
-        reference = outputs._replace(name="params", leaves=leaves)
-        chosen = reference._replace(leaves=named)
-        layers = matrix_options.layers_of(chosen, self._stacked(tree), reference)
-        return matrix_options.of_leaves(layers, outputs, chosen)
+        params = ArgLeaves.from_tree(_NAME, "params", tree).with_arrays()
+        layers = of_leaves(self._stacked(tree).at(named), params.at(named))
+        pairs = zip(named, layers, strict=True)
+        return {i: matrix_options.of_leaf(i, x, outputs, params) for i, x in pairs}
 
     def _stacked(self, tree: PyTree) -> ArgLeaves:
         return ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)
@@ -111,18 +114,16 @@ class HiddenMatrices:
     def __repr__(self) -> str:
         return f"{_NAME}({', '.join(self._shown)})"
 
-    def _rows(self, params: PyTree) -> list[tuple[str, Leaf, str]]:
-        """(path, shape, why it is no matrix or "") of each leaf; without a shape of no array."""
+    def _rows(self, params: PyTree) -> dict[int, tuple[str, tuple[int, ...], str]]:
+        """(path, shape, why it is no matrix or "") of each array, by its position in the tree."""
         tree = trees.shapes(checks.values_of(params))
         check_parameters(_NAME, tree)
         stacked = self._stacked(tree)
-        pairs = variables.leaves_with_paths(tree, trees.is_leaf)
-        return [
-            (leaf_names.shown(path), None, "no array")
-            if x is None or checks.is_no_parameter(x)
-            else (leaf_names.shown(path), jnp.shape(x), self._reason(path, x, axes))
-            for (path, x), axes in zip(pairs, stacked.leaves, strict=True)
-        ]
+        return {
+            i: (leaf_names.shown(path), jnp.shape(x), self._reason(path, x, stacked.leaves[i]))
+            for i, (path, x) in enumerate(variables.leaves_with_paths(tree, trees.is_leaf))
+            if not (x is None or checks.is_no_parameter(x))
+        }
 
     def _reason(self, path: KeyPath, x: Leaf, axes: Axes) -> str:
         """Why an array is no hidden matrix; empty where it is one."""

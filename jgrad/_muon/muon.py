@@ -14,11 +14,16 @@ from jgrad._arithmetic import rules
 from jgrad._inputs import kinds, numbers
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import Descent
-from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
+from jgrad._inputs.matrix_options import (
+    LAST,
+    MatrixOptions,
+    read_shard_over,
+    with_shapes_of_matrices,
+)
 from jgrad._inputs.moment import Shapes, Step
 from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
-from jgrad._layers.matrix_axes import Array, MatrixAxes
+from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._muon.directions import (
     MOMENTUM,
     MuonOptions,
@@ -27,7 +32,7 @@ from jgrad._muon.directions import (
     check_no_momentum,
     directions,
 )
-from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.newton_schulz import read_steps
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import (
@@ -104,8 +109,8 @@ def _per_kind(
     """An option for each array: that of matrices, or Adam's, if it has its own."""
     entries = for_matrices.leaf_values(inputs, step)
     if for_others.is_given(step):
-        columns = zip(entries, for_others.leaf_values(inputs, step), step.matrices, strict=True)
-        entries = [y if axes is None else x for x, y, axes in columns]
+        pairs = enumerate(zip(entries, for_others.leaf_values(inputs, step), strict=True))
+        entries = [x if i in step.matrices else y for i, (x, y) in pairs]
     return inputs.per_array(entries)
 
 
@@ -183,13 +188,10 @@ def _shapes(inputs: Parameters, muon: MuonOptions) -> Shapes:
     """
     matrices = muon.matrices.find(inputs)
 
-    def second_shape(x: Array, axes: MatrixAxes | None) -> jax.ShapeDtypeStruct | None:
-        if x is None or not checks.is_inexact(x) or (axes is not None and muon.rule == "muon"):
-            return None
-        return jax.ShapeDtypeStruct(x.shape if axes is None else axes.per_output, x.dtype)
+    def second_shape(x: jax.Array, axes: MatrixAxes) -> jax.ShapeDtypeStruct | None:
+        return None if muon.rule == "muon" else jax.ShapeDtypeStruct(axes.per_output, x.dtype)
 
-    pairs = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
-    vw = trees.flatten(inputs.tree)[1].unflatten([second_shape(*pair) for pair in pairs])
+    vw = with_shapes_of_matrices(inputs, matrices, second_shape)
     return Shapes({"mw": inputs.tree, "vw": vw}, matrices)
 
 
@@ -344,13 +346,12 @@ def muon(
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
         scale=read_scale(name, scale),
-        coefficients=read_coefficients(name, coefficients),
+        steps=read_steps(name, coefficients, compute_dtype),
         rule=rule,
         normuon_beta=normuon_beta,
         fraction=read_fraction(name, fraction),
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
-        compute_dtype=check_compute_dtype(name, compute_dtype),
         adam=adam_of.AdamOptions.of(
             adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),
@@ -426,13 +427,12 @@ def scale_by_muon(
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
         scale=read_scale(name, scale),
-        coefficients=read_coefficients(name, coefficients),
+        steps=read_steps(name, coefficients, compute_dtype),
         rule=rule,
         normuon_beta=normuon_beta,
         fraction=read_fraction(name, fraction),
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
-        compute_dtype=check_compute_dtype(name, compute_dtype),
         adam=adam_of.AdamOptions.of(
             adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),

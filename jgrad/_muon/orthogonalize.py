@@ -23,11 +23,11 @@ from jgrad._arithmetic.leafwise import Function
 from jgrad._arithmetic.rules import cast_back
 from jgrad._inputs import matrix_options
 from jgrad._layers import matrix_axes
-from jgrad._layers.layer_axes import read_layer_axes
+from jgrad._layers.layer_axes import of_leaves, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._muon import all_to_all, newton_schulz, rows
+from jgrad._muon import all_to_all, rows
 from jgrad._muon.all_to_all import Dealing, Mesh
-from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.newton_schulz import read_steps
 from jgrad._muon.rows import Rows
 from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
@@ -101,17 +101,14 @@ def orthogonalize(
     axes_given = read_layer_axes(_NAME, output_axes, "output_axes")
     outputs = ArgLeaves.from_prefix(_NAME, "output_axes", axes_given, "x", x)
     arg, stacked, outputs = (x.at(there) for x in (arg, stacked, outputs))
-    chosen = arg._replace(leaves=[True] * len(there))
-    layers = matrix_options.layers_of(chosen, stacked, arg)
-    for i, of in enumerate(layers):
-        matrix_options.check_is_matrix(arg, i, of)
+    layers = list(enumerate(of_leaves(stacked, arg)))
+    for i, where in layers:
+        matrix_options.check_is_matrix(arg, i, where)
     new = orthogonalized(
         _NAME,
         arg.leaves,
-        [of for of in matrix_options.of_leaves(layers, outputs, chosen) if of],
-        newton_schulz.steps(
-            read_coefficients(_NAME, coefficients), check_compute_dtype(_NAME, compute_dtype)
-        ),
+        [matrix_options.of_leaf(i, where, outputs, arg) for i, where in layers],
+        read_steps(_NAME, coefficients, compute_dtype),
     )
     leaves = dict(zip(there, cast_back(new, arg.leaves), strict=True))
     structure = trees.flatten(x)[1]

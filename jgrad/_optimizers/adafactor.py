@@ -217,45 +217,33 @@ def _scale(norm: jax.Array, inverse: jax.Array, least: jax.Array) -> jax.Array:
 def _shapes(inputs: Parameters, chosen: _Options, *, mw: bool) -> Shapes:
     """The shapes of the moments; and where the matrices are of each leaf that is factored."""
     matrices = _matrices(inputs, chosen)
-    both = zip(inputs.reference.leaves, inputs.per_array(matrices), strict=True)
-    vw = [x if axes is None else _shape(axes, x) for x, axes in both]
-    structure = trees.flatten(inputs.tree)[1]
     first = {"mw": inputs.tree} if mw else {}
-    return Shapes(first | {"vw": structure.unflatten(vw)}, matrices)
+    vw = matrix_options.with_shapes_of_matrices(inputs, matrices, _shape)
+    return Shapes(first | {"vw": vw}, matrices)
 
 
-def _shape(axes: MatrixAxes, x: Any) -> Factors:
+def _shape(x: Any, axes: MatrixAxes) -> Factors:
     reduced = (axes.inputs, axes.outputs)
     shapes = [[1 if i in over else n for i, n in enumerate(x.shape)] for over in reduced]
     return Factors(*(jax.ShapeDtypeStruct(tuple(shape), x.dtype) for shape in shapes))
 
 
-def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
-    """Of each leaf that is factored, where its matrices are; an error if it is packed."""
-    leaves, structure = trees.flatten(inputs.shapes)
-    stacked = layer_options.stacked_axes(inputs, chosen.layer_axes).leaves
-    counts = [
-        0 if x is None else len(where.values) for x, where in zip(leaves, stacked, strict=True)
-    ]
+def _matrices(inputs: Parameters, chosen: _Options) -> dict[int, MatrixAxes]:
+    """Where the matrices of leaves are that are factored; an error if one is packed."""
+    leaves = trees.flatten(inputs.shapes)[0]
+    stacked = layer_options.stacked_axes(inputs, chosen.layer_axes)
+    counts = {i: len(stacked.leaves[i].values) for i, x in enumerate(leaves) if np.ndim(x) > 1}
     for spec in inputs.specs:
         for i, span in zip(spec.positions, spec.spans, strict=False):
-            counts[i] = max(counts[i], len(span.layers.stacked))
-    is_matrix = [np.ndim(x) - count > 1 for x, count in zip(leaves, counts, strict=True)]
-    mask = structure.unflatten(is_matrix)
-    matrices = matrix_options.find(
-        inputs, mask, chosen.output_axes, chosen.layer_axes, chosen.mesh_axes, None
-    )
-    factored = [
-        None if where is None or min(where.whole.sizes) < chosen.min_side else where
-        for where in matrices
-    ]
-    for spec in inputs.specs:
-        for i in () if spec.is_unpacked else filter(factored.__getitem__, spec.positions):
-            arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
-            remedy = (
-                "which is factored, expected it unpacked: `pack_small`, or `max_size` of `pack`"
-            )
-            arg.fail(i, ValueError, f"a packed matrix of shape {leaves[i].shape}, {remedy}")
+            counts[i] = max(counts.get(i, 0), len(span.layers.stacked))
+    is_matrix = [np.ndim(x) - counts.get(i, 0) > 1 for i, x in enumerate(leaves)]
+    axes = chosen.output_axes, chosen.mesh_axes
+    matrices = matrix_options.find(inputs, is_matrix, stacked, *axes)
+    factored = {i: x for i, x in matrices.items() if min(x.whole.sizes) >= chosen.min_side}
+    for i in matrix_options.packed(inputs, factored):
+        arg = ArgLeaves.from_tree(inputs.function, inputs.reference.name, inputs.shapes)
+        remedy = "which is factored, expected it unpacked: `pack_small`, or `max_size` of `pack`"
+        arg.fail(i, ValueError, f"a packed matrix of shape {leaves[i].shape}, {remedy}")
     return factored
 
 
@@ -264,17 +252,17 @@ def _matrices(inputs: Parameters, chosen: _Options) -> list[MatrixAxes | None]:
 
 def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call], list[Any]]:
     """The calls that divide gradients by the roots of their averaged squares; and these."""
-    name, matrices = inputs.function, inputs.per_array(step.matrices)
-    both = TwoKinds.where(matrices)
+    name, both = inputs.function, TwoKinds.of(inputs.specs, step.matrices)
     is_torch = chosen.rule == "torch"
     first = chosen.epsilon[0]
-    least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
+    of_dtypes = [float(jnp.finfo(x.dtype).eps) for x in inputs.reference.leaves]  # as in PyTorch
+    least: list[Any] = of_dtypes if first is None else [first] * len(of_dtypes)
     known = {x: jnp.asarray(numbers.scalar(name, "epsilon", x)) for x in dict.fromkeys(least)}
     least = [known[x] for x in least]
     beta = _beta2(name, chosen, step)
 
     g = list(map(_as_read_in_branches, inputs.g))
-    axes, matrix_gradients, floors = leafwise.at((matrices, g, least), both.first)
+    axes, (matrix_gradients, floors) = both.axes, leafwise.at((g, least), both.first)
     means = matrix_axes.on_matrices(_mean_squares, axes, matrix_gradients)
     vw = step.moments["vw"].at(both.first)
     (rows, new_rows), (columns, new_columns) = (
@@ -303,11 +291,6 @@ def _part(moment: Moment, name: str) -> Moment:
     random = None if moment.random is None else moment.random.of_parts()
     old = [getattr(x, name) for x in moment.old]
     return dataclasses.replace(moment, old=old, random=random)
-
-
-def _epsilon(x: Any) -> float:
-    """That of the dtype of a parameter, as PyTorch has it."""
-    return float(jnp.finfo(x.dtype).eps)
 
 
 def _beta2(name: str, chosen: _Options, step: Step) -> BetaForms:

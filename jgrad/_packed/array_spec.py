@@ -1,6 +1,7 @@
 """What the arrays of a `Packed` stand for: buffers of leaves with options of their own."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -114,10 +115,11 @@ class BufferSpec(UnpackedSpec):
     def layer_axes(
         self, per_leaf: Sequence[LayerAxes], mesh_axes: ArgLeaves, layer_axes: ArgLeaves
     ) -> LayerAxes:
+        rows = ([span.rows_per_layer] * span.layers.num_layers for span in self.spans)
         return PackedLayers(
             self.local_shape,
             mesh_axes=super().layer_axes(per_leaf, mesh_axes, layer_axes).mesh_axes,
-            rows=tuple(span.rows_per_layer for span in self.spans for _ in span.first_rows),
+            rows=tuple(itertools.chain(*rows)),
             shard=self.shard,
         )
 

@@ -200,11 +200,6 @@ def _piece(x: jax.Array, start: jax.Array, *, size: int) -> jax.Array:
     return jax.lax.dynamic_slice(x, (start,), (size,))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _in_one_program(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
-    return _split(x, sizes)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _split(x: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     groups = _groups(sizes)
@@ -220,6 +215,9 @@ def _split_jvp(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """By one plain split: JAX takes long to trace the derivative of a branch."""
     return _split(*primals, sizes), list(jax.lax.split(tangents[0], sizes))
+
+
+_in_one_program = jax.jit(_split, static_argnums=1)
 
 
 def _groups(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -88,11 +88,6 @@ class Span(NamedTuple):
         return self.layers.num_layers * self.rows_per_layer
 
     @property
-    def first_rows(self) -> list[int]:
-        """The first row of each layer."""
-        return [self.first + i * self.rows_per_layer for i in range(self.layers.num_layers)]
-
-    @property
     def size(self) -> int:
         """Elements of the leaf."""
         return math.prod(self.layers.shape)

@@ -16,12 +16,12 @@ from jgrad._quantized import bfloat16, codec as coding
 from jgrad._quantized.blocks import SIZE, Blocks
 from jgrad._quantized.codec import BY_DTYPE, Codec, codec_of
 from jgrad._quantized.geometry import Geometry, geometry
-from jgrad._quantized.random_bits import ElementKeys, bits_for, random_bits
+from jgrad._quantized.random_bits import ElementKeys, random_bits
 from jgrad._quantized.words import to_codes
 from jgrad._trees import checks
 from jgrad._trees.checks import ArgLeaves
 from jgrad._trees.protocols import Leaf
-from jgrad._trees.shardings import is_sharded, on_automatic_axes
+from jgrad._trees.shardings import is_sharded, on_automatic_axes, sharded_as
 from jgrad._trees.trees import is_leaf
 
 # For a maximum over rows, XLA's CPU backend writes its input to memory, 4 bytes per element. A
@@ -102,21 +102,18 @@ class Rounding(NamedTuple):
 
     def bits(self, x: jax.Array) -> jax.Array:
         """32 random bits for each element of a leaf, or of some rows of a buffer."""
-        return bits_for(x, self.keys_of_step, self.keys)
+        # With explicit axes, each device would otherwise compute the bits of all devices.
+        return random_bits(*self, sharded_as(self.keys.element_numbers(x.shape), x))
 
+    @jax.jit
     def in_bfloat16(self, x: jax.Array) -> jax.Array:
         """Rounded at random."""
-        return _to_bfloat16(x, self)
+        return bfloat16.rounded(x, self.bits(x))
 
     @staticmethod
     def to_bfloat16(bits: jax.Array) -> jax.Array:
         """The bfloat16 numbers whose bits are the upper half of these."""
         return bfloat16.from_bits(bits)
-
-
-@jax.jit
-def _to_bfloat16(x: jax.Array, rounding: Rounding) -> jax.Array:
-    return bfloat16.rounded(x, rounding.bits(x))
 
 
 def encoded(

@@ -53,8 +53,6 @@ class Geometry:
     @property
     def _order(self) -> tuple[int, ...]:
         """The axes with the stacked ones first."""
-        if not self.stacked:
-            return tuple(range(len(self.shape)))
         rest = (axis for axis in range(len(self.shape)) if axis not in self.stacked)
         return (*self.stacked, *rest)
 

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._trees.annotations import Count
-from jgrad._trees.shardings import sharded_as
 
 # The finaliser of MurmurHash3, 32 bits: a bijection in which each bit of the input changes each bit
 # of the output with a probability near one half.
@@ -109,12 +108,6 @@ def random_bits(keys_of_step: jax.Array, keys: ElementKeys, elements: jax.Array)
     return mixed(elements + first, second)
 
 
-def bits_for(x: jax.Array, keys_of_step: jax.Array, keys: ElementKeys) -> jax.Array:
-    """32 random bits for each element of a leaf, or of some rows of a buffer."""
-    # With explicit axes, each device would otherwise compute the bits of all devices.
-    return random_bits(keys_of_step, keys, sharded_as(keys.element_numbers(x.shape), x))
-
-
 def mixed(x: A, key: jax.Array | None = None) -> A:
     """The finaliser, of an array of JAX or NumPy."""
     x = (x ^ (x >> 16)) * _FIRST_FACTOR
@@ -149,8 +142,6 @@ def element_numbers(
 
 
 def _order(ndim: int, first_axes: Sequence[int]) -> list[int]:
-    if not first_axes:
-        return list(range(ndim))
     return [*first_axes, *(axis for axis in range(ndim) if axis not in first_axes)]
 
 

@@ -8,7 +8,6 @@ along which axis four codes are a word.
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ from jgrad._trees import checks, forms, host_memory
 from jgrad._trees.protocols import Leaf, PyTree
 from jgrad._trees.shardings import barrier
 
-A = TypeVar("A", jax.Array, np.ndarray)
 _OTHERS = CODES | {codes: words for words, codes in CODES.items()}
 
 
@@ -97,32 +95,29 @@ def _converted(x: Blocks, axis: int) -> Blocks:
 def _other(x: Leaf, axis: int) -> Leaf:
     """The words of codes, or the codes of words."""
     shape, dtype = _shape(x, axis), _OTHERS[x.dtype]
-    by_numpy, by_jax = (
-        functools.partial(_bits, shape=shape, dtype=dtype, axis=axis, bitcast=bitcast)
-        for bitcast in (_view, jax.lax.bitcast_convert_type)
-    )
+    bits = functools.partial(_bits, shape=shape, dtype=dtype, axis=axis)
     if not checks.is_array(x):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(x, "sharding", None))
     if isinstance(x, np.ndarray):
-        return by_numpy(x)
+        return bits(x)
     is_here = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     # By its sharding: the types of arrays that orbax restored say "device" until they are copied.
     if is_here and x.sharding.memory_kind == host_memory.KIND:
         shards = x.shape[axis] // x.sharding.shard_shape(x.shape)[axis]
         if shape[axis] % shards == 0:  # all layers together need not fit on the device
-            return jax.device_put(by_numpy(np.asarray(x)), x.sharding)
+            return jax.device_put(bits(np.asarray(x)), x.sharding)
     with jax.named_scope(forms.SCOPE):
-        return host_memory.where_it_lies(by_jax, x)
+        return host_memory.where_it_lies(bits, x)
 
 
-def _view(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    return np.ascontiguousarray(x).view(dtype)
-
-
-def _bits(
-    x: A, shape: tuple[int, ...], dtype: np.dtype, axis: int, bitcast: Callable[[A, np.dtype], A]
-) -> A:
+def _bits(x: Leaf, shape: tuple[int, ...], dtype: np.dtype, axis: int) -> Leaf:
     """The same bits in another shape and dtype: bytes of a word come after those of its axis."""
+
+    def bitcast(x: Leaf, dtype: np.dtype) -> Leaf:
+        if isinstance(x, np.ndarray):
+            return np.ascontiguousarray(x).view(dtype)
+        return jax.lax.bitcast_convert_type(x, dtype)
+
     if x.dtype in CODES:
         x = bitcast(x, dtype).reshape((*x.shape, IN_WORD))
         order = list(range(len(shape)))

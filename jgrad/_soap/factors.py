@@ -1,9 +1,8 @@
 """Shampoo's factors of each matrix, as the state stores them, and how a gradient changes them."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,8 @@ import jax.numpy as jnp
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
+from jgrad._inputs.matrix_options import unpacked
+from jgrad._inputs.moment import Shapes
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
@@ -22,8 +23,9 @@ from jgrad._trees.protocols import FIRST, SECOND, Leaf, PyTree, state_of
 from jgrad._trees.shardings import is_sharded, on_automatic_axes
 from jgrad._trees.trees import Structure
 
-Array = jax.Array | None
-Sides = list[tuple[Array, Array]]  # of each run of pieces: something of rows, and of columns
+# Something of rows and of columns, of those that have a factor.
+Sides = dict[str, jax.Array]
+_SIDES = ("left", "right")
 
 
 class SoapFactors(NamedTuple):
@@ -50,9 +52,28 @@ class SoapFactors(NamedTuple):
 
 
 SoapFactors.__module__ = "jgrad"
-# For one leaf; a tuple if the leaf is split into pieces of several sizes.
-OfLeaf = tuple[SoapFactors, ...]
-_FIELDS = SoapFactors._fields
+
+
+class Run(NamedTuple):
+    """The same of a run of pieces, without what there is not."""
+
+    averages: Sides
+    bases: Sides
+
+    @classmethod
+    def of(cls, stored: SoapFactors) -> "Run":
+        """As the state has them."""
+        pairs = stored[:2], stored[2:]
+        return cls(
+            *({k: x for k, x in zip(_SIDES, pair, strict=True) if x is not None} for pair in pairs)
+        )
+
+    def stored(self) -> SoapFactors:
+        """As the state has them."""
+        return SoapFactors(*(sides.get(k) for sides in self for k in _SIDES))
+
+
+Runs = tuple[Run, ...]  # of one leaf; several if it is split into pieces of several sizes
 
 
 @state_of("moments", step="step", mw=FIRST, vw=SECOND, factors="factors")
@@ -97,26 +118,18 @@ class SoapState(NamedTuple):
 # ---- in a state --------------------------------------------------------------------------------
 
 
-def init(inputs: Parameters, matrices: Sequence[MatrixAxes | None], max_side: Count) -> PyTree:
+def init(inputs: Parameters, shapes: Shapes, *, max_side: Count) -> tuple[PyTree]:
     """Before the first update: averages are zero, and each basis is the identity."""
-    entries: list[OfLeaf | None] = []
-    for x, axes in zip(_per_leaf(inputs), matrices, strict=True):
-        if axes is None:
-            entries.append(None)
-            continue
-        shapes = _shapes(axes, x, max_side)
-        begun = functools.partial(_begun, x, axes)
-        entries.append(tuple(SoapFactors(*map(begun, _FIELDS, run)) for run in shapes))
-    return tree_of(inputs, entries)
+    leaves = unpacked(inputs)
+    begun = {i: _begun(leaves[i], axes, max_side) for i, axes in shapes.matrices.items()}
+    return (tree_of(inputs, begun),)
 
 
-def read(
-    inputs: Inputs, matrices: Sequence[MatrixAxes | None], max_side: Count, tree: PyTree
-) -> list[OfLeaf | None]:
-    """The factors of each leaf, checked against the choice of leaves."""
-    pairs = list(zip(_per_leaf(inputs), matrices, strict=True))
-    shapes = [None if axes is None else _shapes(axes, x, max_side) for x, axes in pairs]
-    like = tree_of(inputs, shapes)
+def read(inputs: Inputs, shapes: Shapes, state: SoapState, *, max_side: Count) -> dict[int, Runs]:
+    """The factors of the matrices, checked against the choice of leaves."""
+    leaves, tree = unpacked(inputs), state.factors
+    expected_runs = {i: _shapes(axes, leaves[i], max_side) for i, axes in shapes.matrices.items()}
+    like = tree_of(inputs, expected_runs)
     function, name = inputs.function, "state.factors"
     checks.same_structure(function, name, tree, "params", like, remedy=OTHER_LEAVES)
     arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
@@ -131,22 +144,18 @@ def read(
     checks.same_shapes(arg, expected)
     tree = trees.flatten(like)[1].unflatten(arg.leaves)
     entries = _structure(inputs).flatten_up_to(tree)
-    return [
-        None if x is None else (x,) if isinstance(x, SoapFactors) else tuple(x) for x in entries
-    ]
+    return {
+        i: tuple(map(Run.of, entries[i] if len(runs) > 1 else entries[i : i + 1]))
+        for i, runs in expected_runs.items()
+    }
 
 
-def _per_leaf(inputs: Parameters) -> list[Leaf]:
-    """The array of each leaf of the unpacked tree, be it a buffer of several."""
-    pairs = zip(inputs.specs, inputs.reference.leaves, strict=True)
-    arrays = {i: x for spec, x in pairs for i in spec.positions}
-    return list(map(arrays.get, range(trees.flatten(inputs.shapes)[1].num_leaves)))
-
-
-def tree_of(inputs: Parameters, entries: Sequence[OfLeaf | None]) -> PyTree:
+def tree_of(inputs: Parameters, factors: Mapping[int, Runs]) -> PyTree:
     """The factors as the state has them."""
-    leaves = [x if x is None or len(x) > 1 else x[0] for x in entries]
-    return _structure(inputs).unflatten(leaves)
+    structure = _structure(inputs)
+    stored = {i: tuple(run.stored() for run in runs) for i, runs in factors.items()}
+    leaves = {i: runs if len(runs) > 1 else runs[0] for i, runs in stored.items()}
+    return structure.unflatten(map(leaves.get, range(structure.num_leaves)))
 
 
 def _structure(inputs: Parameters) -> Structure:
@@ -158,40 +167,50 @@ def _structure(inputs: Parameters) -> Structure:
     return jax.tree.structure(inputs.shapes, is_leaf=is_leaf)
 
 
-def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> OfLeaf:
+def _shapes(axes: MatrixAxes, x: jax.Array, max_side: Count) -> Runs:
     """The shapes of the factors of each run of pieces."""
     real = numerics.real_dtype(x)
     dtype = numerics.complex_dtype(real) if jnp.iscomplexobj(x) else real
 
-    def run_factors(run: MatrixAxes) -> SoapFactors:
+    def shapes_of_run(run: MatrixAxes) -> Run:
         *stack, rows, columns = run.as_matrices.shape
-        both = [
-            jax.ShapeDtypeStruct((*stack, n, n), dtype) if 0 < n <= max_side else None
-            for n in (rows, columns)
-        ]
-        return SoapFactors(*both, *both)
+        lengths = {"left": rows, "right": columns}
+        sides: Any = {
+            k: jax.ShapeDtypeStruct((*stack, n, n), dtype)
+            for k, n in lengths.items()
+            if 0 < n <= max_side
+        }
+        return Run(sides, sides)
 
-    return tuple(map(run_factors, matrix_axes.axes_of_runs(axes.whole)))
+    return tuple(map(shapes_of_run, matrix_axes.axes_of_runs(axes.whole)))
 
 
-def _begun(x: jax.Array, axes: MatrixAxes, name: str, like: Leaf) -> Array:
+def _begun(x: jax.Array, axes: MatrixAxes, max_side: Count) -> Runs:
     """Computed from the parameter, so that it is on its mesh, with layers sharded as they are."""
-    if like is None:
-        return None
-    size = like.shape[-1]
-    is_basis = name.endswith("basis")
-    one = jnp.eye(size, dtype=like.dtype) if is_basis else jnp.zeros((size, size), like.dtype)
-    start = jnp.broadcast_to(one, like.shape)
-    within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
-    zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
-    if zeros.shape != like.shape[:-2]:  # pieces are counted there as well
-        zeros = jnp.sum(zeros)
-    gathered_over = axes.gathered_over
-    if gathered_over:  # types then say, as after an update, that it is whole
-        zeros = jax.lax.psum(zeros, gathered_over)
-    while zeros.ndim < start.ndim:
-        zeros = zeros[..., None]
-    return start + jnp.broadcast_to(zeros, like.shape)
+
+    def begun(like: jax.Array, *, is_basis: bool) -> jax.Array:
+        size = like.shape[-1]
+        one = jnp.eye(size, dtype=like.dtype) if is_basis else jnp.zeros((size, size), like.dtype)
+        start = jnp.broadcast_to(one, like.shape)
+        within = tuple(axis for axis in range(x.ndim) if axis not in axes.stacked)
+        zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
+        if zeros.shape != like.shape[:-2]:  # pieces are counted there as well
+            zeros = jnp.sum(zeros)
+        if names := axes.sharded_over(
+            within
+        ):  # types then say, as after an update, that it is whole
+            zeros = jax.lax.psum(zeros, names)
+        while zeros.ndim < start.ndim:
+            zeros = zeros[..., None]
+        return start + jnp.broadcast_to(zeros, like.shape)
+
+    return tuple(
+        Run(
+            {k: begun(like, is_basis=False) for k, like in run.averages.items()},
+            {k: begun(like, is_basis=True) for k, like in run.bases.items()},
+        )
+        for run in _shapes(axes, x, max_side)
+    )
 
 
 # ---- what they make of a gradient --------------------------------------------------------------
@@ -206,7 +225,7 @@ class Matrices(NamedTuple):
     """
 
     axes: Sequence[MatrixAxes]
-    factors: Sequence[OfLeaf]
+    factors: Sequence[Runs]
 
     def rotated(self, arrays: Sequence[jax.Array], *, into: bool) -> list[jax.Array]:
         """P^H X Q of each matrix, or P X Q^H."""
@@ -222,8 +241,8 @@ class Matrices(NamedTuple):
     ) -> list[jax.Array]:
         calls: list[Call] = []
         for f, x, axes, runs in zip(functions, arrays, *self, strict=True):
-            sides = [(run.left_basis, run.right_basis) for run in runs]
-            calls.append((leafwise.fixed(f, axes=axes.whole), (axes.gathered(x), sides)))
+            arguments = axes.gathered(x), [run.bases for run in runs]
+            calls.append((leafwise.fixed(f, axes=axes.whole), arguments))
         pairs = zip(leafwise.run(calls), self.axes, strict=True)
         return [axes.local_part(x) for x, axes in pairs]
 
@@ -232,51 +251,48 @@ class Matrices(NamedTuple):
         calls: list[Call] = []
         numbers = (leafwise.per_leaf(x, len(g)) for x in (beta, complement))
         for x, axes, runs, *both in zip(g, *self, *numbers, strict=True):
-            sides = [(run.left, run.right) for run in runs]
-            arguments = axes.gathered(x), sides, *both
+            arguments = axes.gathered(x), [run.averages for run in runs], *both
             calls.append((leafwise.fixed(_averages, axes=axes.whole), arguments))
-        new: list[OfLeaf] = []
-        for runs, averages in zip(self.factors, leafwise.run(calls), strict=True):
-            pairs = zip(runs, averages, strict=True)
-            new.append(tuple(run._replace(left=x, right=y) for run, (x, y) in pairs))
+        pairs = zip(self.factors, leafwise.run(calls), strict=True)
+        new = [tuple(Run(x, run.bases) for run, x in zip(*pair, strict=True)) for pair in pairs]
         return self._replace(factors=new)
 
     def refreshed(self, function: str, what: jax.Array, shard_over: tuple[str, ...]) -> "Matrices":
         """With new bases."""
-        sides = [
-            side
-            for run in itertools.chain(*self.factors)
-            for side in (Side(run.left, run.left_basis), Side(run.right, run.right_basis))
-            if side.basis is not None
-        ]
+        runs = list(itertools.chain(*self.factors))
+        sides = [Side(x, run.bases[k]) for run in runs for k, x in run.averages.items()]
         new = iter(bases.refreshed(function, sides, what, shard_over))
-        turned = [tuple(_with_bases(run, new) for run in runs) for runs in self.factors]
+        turned = [
+            tuple(run._replace(bases={k: next(new) for k in run.bases}) for run in runs)
+            for runs in self.factors
+        ]
         return self._replace(factors=turned)
-
-
-def _with_bases(run: SoapFactors, new: Iterator[jax.Array]) -> SoapFactors:
-    left = None if run.left is None else next(new)
-    return run._replace(left_basis=left, right_basis=None if run.right is None else next(new))
 
 
 # ---- on the array of one leaf ------------------------------------------------------------------
 
 
-def _rotated(x: jax.Array, sides: Sides, *, axes: MatrixAxes, into: bool) -> jax.Array:
+def _rotated(x: jax.Array, sides: Sequence[Sides], *, axes: MatrixAxes, into: bool) -> jax.Array:
     """Into the bases, P^H X Q, or out of them, P X Q^H."""
 
-    def rotated(y: jax.Array, left: Array, right: Array) -> jax.Array:
-        y = y if left is None else product(left, y, adjoint_x=into)
-        return y if right is None else product(y, right, adjoint_y=not into)
+    def rotated(y: jax.Array, sides: Sides) -> jax.Array:
+        for k, basis in sides.items():
+            is_left = k == "left"
+            y = (
+                product(basis, y, adjoint_x=into)
+                if is_left
+                else product(y, basis, adjoint_y=not into)
+            )
+        return y
 
     return _on_runs(rotated, x, sides, axes)
 
 
-def _noise(m: jax.Array, sides: Sides, *, axes: MatrixAxes, rounding: float) -> jax.Array:
+def _noise(m: jax.Array, sides: Sequence[Sides], *, axes: MatrixAxes, rounding: float) -> jax.Array:
     """A rotation spreads the rounding of large elements over all, by their root mean square."""
 
-    def noise(y: jax.Array, left: Array, right: Array) -> jax.Array:
-        if left is None and right is None:
+    def noise(y: jax.Array, sides: Sides) -> jax.Array:
+        if not sides:
             return jnp.zeros_like(y)
         product_rounding = float(jnp.finfo(y.dtype).eps) * max(y.shape[-2:]) ** 0.5
         squares = numerics.abs_squared(jax.lax.stop_gradient(y))
@@ -293,34 +309,38 @@ def _rounding(stored: Leaf) -> float:
 
 
 def _on_runs(
-    function: Callable[..., jax.Array], x: jax.Array, sides: Sides, axes: MatrixAxes
+    function: Callable[..., jax.Array], x: jax.Array, sides: Sequence[Sides], axes: MatrixAxes
 ) -> jax.Array:
-    """`function(matrices, left, right)` of each run of pieces, as an array like `x`."""
+    """`function(matrices, bases)` of each run of pieces, as an array like `x`."""
 
-    def on_all(x: jax.Array, sides: Sides) -> jax.Array:
+    def on_all(x: jax.Array, sides: Sequence[Sides]) -> jax.Array:
         runs = []
-        for y, run, pair in zip(*_runs(x, axes), sides, strict=True):
+        for y, run, of_run in zip(*_runs(x, axes), sides, strict=True):
             real = numerics.real_dtype(y)
-            wide = (None if basis is None else numerics.widen(basis, real) for basis in pair)
-            runs.append(run.as_matrices.back(function(y, *wide)))
+            wide = {k: numerics.widen(basis, real) for k, basis in of_run.items()}
+            runs.append(run.as_matrices.back(function(y, wide)))
         return matrix_axes.joined(runs, axes, x.shape)
 
     return _automatic(on_all, jax.typeof(x).sharding, x, sides)
 
 
 def _averages(
-    g: jax.Array, sides: Sides, beta: jax.Array, complement: jax.Array, *, axes: MatrixAxes
-) -> Sides:
-    def average(old: Array, y: jax.Array, **adjoint: bool) -> Array:
-        if old is None:
-            return None
-        new: jax.Array = rules.average(product(y, y, **adjoint), old, beta, complement)
+    g: jax.Array,
+    sides: Sequence[Sides],
+    beta: jax.Array,
+    complement: jax.Array,
+    *,
+    axes: MatrixAxes,
+) -> list[Sides]:
+    def average(k: str, old: jax.Array, y: jax.Array) -> jax.Array:
+        square = product(y, y, adjoint_x=k == "right", adjoint_y=k == "left")
+        new: jax.Array = rules.average(square, old, beta, complement)
         return new.astype(old.dtype)  # a gradient may be wider
 
-    def averages(g: jax.Array, sides: Sides) -> Sides:
+    def averages(g: jax.Array, sides: Sequence[Sides]) -> list[Sides]:
         return [
-            (average(left, y, adjoint_y=True), average(right, y, adjoint_x=True))
-            for y, _, (left, right) in zip(*_runs(g, axes), sides, strict=True)
+            {k: average(k, x, y) for k, x in of_run.items()}
+            for y, _, of_run in zip(*_runs(g, axes), sides, strict=True)
         ]
 
     return _automatic(averages, jax.tree.map(lambda x: jax.typeof(x).sharding, sides), g, sides)

@@ -23,8 +23,8 @@ from jgrad._inputs.transformation import MomentOptions, MoreFields, transformati
 from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
-from jgrad._soap import bases, factors
-from jgrad._soap.factors import Matrices, OfLeaf, SoapState, tree_of
+from jgrad._soap import bases
+from jgrad._soap.factors import Matrices, Runs, SoapState, init, read, tree_of
 from jgrad._trees import checks
 from jgrad._trees.annotations import (
     ArrayAxes,
@@ -37,7 +37,7 @@ from jgrad._trees.annotations import (
     Number,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.protocols import Leaf
 
 FirstStep = Literal["skip", "adam"]
 
@@ -77,18 +77,6 @@ class _Options(NamedTuple):
 def _shapes(inputs: Parameters, soap: _Options) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
     return Shapes({"mw": inputs.tree, "vw": inputs.tree}, soap.matrices.find(inputs))
-
-
-def _factors(max_side: Count) -> MoreFields:
-    """What the state has beside moments."""
-
-    def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
-        return (factors.init(inputs, shapes.matrices or [], max_side),)
-
-    def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> list[OfLeaf | None]:
-        return factors.read(inputs, shapes.matrices or [], max_side, state.factors)
-
-    return MoreFields(init, read)
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -153,7 +141,7 @@ class _New(NamedTuple):
     direction: list[Leaf]
     mw: list[Leaf]
     vw: list[Leaf]
-    factors: Sequence[OfLeaf]
+    factors: Sequence[Runs]
 
 
 class _Numbers(NamedTuple):
@@ -229,16 +217,15 @@ def _adam_numbers(soap: _Options, inputs: Inputs, step: Step, n: _Numbers) -> ad
 def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     """Updates, new moments and new factors."""
     inputs.check_buffers()
-    axes = inputs.per_array(step.matrices)
     n = _Numbers(
         beta1=soap.beta1.read(inputs, step),
         beta2=soap.beta2.read(inputs, step),
         shampoo=soap.shampoo_beta.read(inputs, step),
         epsilon=soap.epsilon.read(inputs, step),
     )
-    both = TwoKinds.where(axes)
+    both = TwoKinds.of(inputs.specs, step.matrices)
     leaves = [inputs.specs[i].positions[0] for i in both.first]  # matrices are not packed
-    old = Matrices(leafwise.at(axes, both.first), leafwise.at(step.more, leaves))
+    old = Matrices(both.axes, list(map(step.more.__getitem__, leaves)))
     moments = list(step.moments.values())
     arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
     new = _matrix_updates(inputs, step, soap, old, *arguments)
@@ -256,8 +243,7 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
         parts = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
         skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
         updates = both.together(skipped, parts[1])
-    factors_of_leaves = dict(enumerate(step.more)) | dict(zip(leaves, new.factors, strict=True))
-    factors = tree_of(inputs, list(factors_of_leaves.values()))
+    factors = tree_of(inputs, step.more | dict(zip(leaves, new.factors, strict=True)))
     return updates, both.together(new.mw, mw), both.together(new.vw, vw), factors
 
 
@@ -418,6 +404,9 @@ def soap(
         functools.partial(_update, soap=chosen),
         shapes_of=functools.partial(_shapes, soap=chosen),
         moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes),
-        more=_factors(max_side),
+        more=MoreFields(
+            functools.partial(init, max_side=max_side),
+            functools.partial(read, max_side=max_side),
+        ),
         state_type=SoapState,
     )

@@ -109,7 +109,13 @@ class ArgLeaves(NamedTuple):
 
     def with_arrays(self) -> "ArgLeaves":
         """The same, with JAX arrays for numbers and for NumPy arrays."""
-        return self._replace(leaves=list(map(_as_jax_array, self.leaves)))
+        leaves = [
+            jnp.asarray(x)
+            if not isinstance(x, jax.Array) and (is_number(x) or is_numeric(x))
+            else x
+            for x in self.leaves
+        ]
+        return self._replace(leaves=leaves)
 
     def at(self, rows: Sequence[int]) -> "ArgLeaves":
         """Some of the leaves, under their paths."""
@@ -126,12 +132,6 @@ class ArgLeaves(NamedTuple):
         for i, (x, r) in enumerate(zip(self.leaves, reference.leaves, strict=True)):
             if x is not None and r is not None:
                 yield i, x, r
-
-
-def _as_jax_array(x: Leaf) -> Leaf:
-    if isinstance(x, jax.Array):
-        return x  # the fast path, for thousands of leaves
-    return jnp.asarray(x) if is_number(x) or is_numeric(x) else x
 
 
 def at(path: str) -> str:
@@ -236,20 +236,12 @@ def parameters(arg: ArgLeaves) -> list[Leaf]:
 
 def same_shapes(arg: ArgLeaves, reference: ArgLeaves) -> None:
     """Leaf against leaf; `None` matches everything."""
-    both = list(arg.beside(reference))
-    _, leaves, like = zip(*both, strict=True) if both else ((), (), ())
-    try:
-        chex.assert_trees_all_equal_shapes(list(map(_as_array, leaves)), list(map(_as_array, like)))
-    except AssertionError:
-        i, x, r = next((i, x, r) for i, x, r in both if x.shape != r.shape)
-        problem = f"shape {x.shape}, expected {r.shape}"
-        arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
-
-
-def _as_array(x: Leaf) -> Leaf:
-    """What has the shape of an array in another form, and no parts; any other as it is."""
-    in_form = forms.find(x) is not None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if in_form else x
+    for i, x, r in arg.beside(reference):
+        try:
+            chex.assert_equal_shape([x, r])
+        except AssertionError:
+            problem = f"shape {x.shape}, expected {r.shape}"
+            arg.fail(i, ValueError, problem, f" does not match `{reference.name}`")
 
 
 def broadcastable(arg: ArgLeaves, reference: ArgLeaves, *, rank_may_grow: bool = False) -> None:
@@ -388,18 +380,13 @@ def is_on_host(x: Leaf) -> bool:
 
 
 def place_on_host(tree: PyTree) -> str | None:
-    """The path of the first array that lies in host memory; None if there is none."""
-    if not any(map(is_on_host, jax.tree.leaves(tree))):
-        return None
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if is_on_host(x):
-            return jax.tree_util.keystr(path)
-    return None
+    """The path of the first array that lies in host memory, for messages; None if there is none."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return next((jax.tree_util.keystr(path) for path, x in leaves if is_on_host(x)), None)
 
 
 def on_device(function: str, name: str, tree: PyTree, expected: str) -> None:
     """No array of an argument lies in host memory."""
-    where = place_on_host(tree)
-    if where is not None:
-        at = f" at {where}" if where else ""
-        raise ValueError(f"{function}: `{name}`{at}: in host memory, expected {expected}.")
+    if any(map(is_on_host, jax.tree.leaves(tree))):
+        where = at(place_on_host(tree) or "")
+        raise ValueError(f"{function}: `{name}`{where}: in host memory, expected {expected}.")

@@ -209,6 +209,11 @@ def some(leaves: Sequence[Leaf]) -> bool:
     return not BY_KIND.keys().isdisjoint(map(type, leaves))
 
 
+def boxes_of(leaves: Sequence[Leaf]) -> Any:
+    """What knows the boxes of flax that parts of leaves may be in; None if none is in a form."""
+    return _BOXES[0] if some(leaves) else None
+
+
 def random(step: jax.Array) -> Any:
     """What rounds at random in one update."""
     return _RANDOM[0](step)
@@ -230,18 +235,6 @@ def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
     return jax.tree.unflatten(
         structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
     )
-
-
-def in_boxes(tree: PyTree) -> PyTree:
-    """A state as users see it, in which parts are in boxes of flax, if these held the leaves."""
-    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
-    return _BOXES[0].blocks_of_variables(tree) if has_some else tree
-
-
-def out_of_boxes(tree: PyTree) -> PyTree:
-    """A state as methods see it; the same if no part is in a box."""
-    has_some = some(jax.tree.leaves(tree, is_leaf=is_one))
-    return _BOXES[0].variables_of_blocks(tree) if has_some else tree
 
 
 def to_words(tree: PyTree) -> PyTree:

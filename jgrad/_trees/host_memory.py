@@ -16,7 +16,6 @@ from jgrad._trees.protocols import Leaf, PyTree
 
 KIND = "pinned_host"
 
-A = TypeVar("A")
 T = TypeVar("T")
 
 # Below that, starting a copy takes as long as the copy: 256 KB in 10 us.
@@ -129,8 +128,8 @@ def add_note(error: ValueError, function: str, remedy: str, **arguments: PyTree)
     error.add_note(f"{function}: {came}; {remedy}.")
 
 
-def where_it_lies(f: Callable[[A], T], tree: A) -> T:
+def where_it_lies(f: Callable[[PyTree], T], tree: PyTree) -> T:
     """`f(tree)`, computed on the device; in host memory if arrays of the tree lie there."""
-    if place_on_host(tree) is None:
-        return f(tree)
-    return to_host(f(to_device(tree)))
+    if any(map(is_on_host, jax.tree.leaves(tree))):
+        return to_host(f(to_device(tree)))
+    return f(tree)

@@ -15,10 +15,8 @@ def keys_of(path: Sequence[object]) -> tuple[str, ...]:
     """The keys of a path, as text."""
     keys: list[str] = []
     for entry in path:
-        name = entry
-        for attribute in ("idx", "name", "key"):
-            if (value := getattr(entry, attribute, None)) is not None:
-                name = value
+        values = (getattr(entry, attribute, None) for attribute in ("key", "name", "idx"))
+        name = next((x for x in values if x is not None), entry)
         for key in name if isinstance(name, tuple) else (name,):
             keys += str(key).split("/")
     return tuple(keys)

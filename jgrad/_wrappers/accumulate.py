@@ -32,6 +32,19 @@ Every = Count | Schedule
 Sums = dict[int, jax.Array]  # by the position of a leaf
 
 
+def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
+    """Drops the window from a state if its update was rejected, or the next would be, too."""
+    zero = jnp.zeros_like(old.count)
+    nothing = trees.map_leaves(numerics.zeros_like, old.total)
+    weight = map(jnp.zeros_like, old[5:])
+    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
+    if finite is None:
+        return state
+    closed = finite & (new.mini_step == 0)
+    old = old._replace(skipped=new.skipped)
+    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
+
+
 class _OfWindow:
     """What both states know about their window."""
 
@@ -59,9 +72,7 @@ class _OfWindow:
         """What `report` reads."""
         return {"skipped_mini_batches": self.skipped}
 
-    def __jgrad_rejected__(self, new: PyTree, finite: jax.Array | None) -> PyTree:
-        """What is kept if an update is rejected as a whole."""
-        return without_window(self, new, finite)
+    __jgrad_rejected__ = without_window
 
 
 class _Fields(NamedTuple, Generic[Inner]):
@@ -126,19 +137,6 @@ class WeightedAccumulateState(_OfWindow, _WeightedFields[Inner]):
     """
 
     __slots__ = ()
-
-
-def without_window(old: PyTree, new: PyTree, finite: jax.Array | None) -> PyTree:
-    """Drops the window from a state if its update was rejected, or the next would be, too."""
-    zero = jnp.zeros_like(old.count)
-    nothing = trees.map_leaves(numerics.zeros_like, old.total)
-    weight = map(jnp.zeros_like, old[5:])
-    state = type(old)(zero, zero, new.skipped, nothing, old.inner, *weight)
-    if finite is None:
-        return state
-    closed = finite & (new.mini_step == 0)
-    old = old._replace(skipped=new.skipped)
-    return jax.tree.map(lambda x, o: x if x is o else jnp.where(closed, x, o), state, old)
 
 
 @overload
@@ -480,7 +478,7 @@ def _branches(
             updates[i] = arrays[i].astype(sums[i].dtype)
         return updates
 
-    def run() -> tuple[tuple[list[Leaf], PyTree], None]:
+    def run() -> tuple[list[Leaf], PyTree]:
         means = divided if window.has_sum else window.means()
         gradients = [gradient(means[i], g) for i, g in zip(updated.rows, updated.g, strict=True)]
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
@@ -490,12 +488,12 @@ def _branches(
         both = (inputs.directions(trees.flatten(steps)[0]), new), (inputs.zeros(), state)
         steps, new = decisions.decided(True, *both, commit, clips=clips)
         leaves = trees.flatten(steps)[0]
-        return (stored(leaves, leaves), new), None
+        return stored(leaves, leaves), new
 
     def hold() -> tuple[list[Leaf], PyTree]:
         return stored(trees.flatten(inputs.zeros())[0], divided), state
 
-    (held, new), _ = decisions.noted_branch(close, run, hold)
+    held, new = decisions.noted_branch(close, run, hold)
     moved = apply(_zero_if, leafwise.at(held, fitting), jnp.logical_not(close))
     steps = dict(enumerate(held)) | dict(zip(fitting, moved, strict=True))
     total = window.next_total(sums | {i: held[i] for i in fitting}) if window.has_sum else {}

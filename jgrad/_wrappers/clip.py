@@ -132,7 +132,7 @@ def clip_by_global_norm(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: PyTree
     ) -> tuple[PyTree, PyTree]:
         inputs = _inexact(name, "updates", updates)
-        inexact = inputs.reference.leaves
+        inexact, (others, structure) = inputs.reference.leaves, trees.flatten(updates)
         layers = _layers(inputs, mesh_axes, params)
         norm = norms.global_norm(list(map(narrow, inexact)), layers)
         norm = over_shares(name, norms.OF_SHARES, norm)
@@ -146,8 +146,7 @@ def clip_by_global_norm(
         note(around.notes, "clip_factor", factors[0] * factors[1])
         if around.commit is not None:
             # A norm is finite if all elements are: its mantissa does not overflow.
-            around.commit.take_finite(jnp.isfinite(norm.mantissa), trees.flatten(updates)[0])
-        others, structure = trees.flatten(updates)
+            around.commit.take_finite(jnp.isfinite(norm.mantissa), others)
         return structure.unflatten(inputs.put_back(leaves, others)), state
 
     return pair(init, update, name, ClipState if of == "previous" else None)

@@ -24,7 +24,6 @@ from jgrad._trees.told import EVERY, over_shares, telling, told
 from jgrad._trees.trees import Structure
 
 T = TypeVar("T")
-Static = TypeVar("Static")
 
 # One bool: Python's, or an array, which may be traced.
 Flag = bool | jax.Array
@@ -244,41 +243,30 @@ def branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
     return then() if use else otherwise()
 
 
-def noted_branch(
-    use: Flag, then: Callable[[], tuple[T, Static]], otherwise: Callable[[], T]
-) -> tuple[T, Static | None]:
-    """`branch`, of a `then` with more to say than arrays: what is static, and notes.
+def noted_branch(use: Flag, then: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """`branch`, of a `then` that calls what is inside, without a decision.
 
-    Args:
-      use: whether to take `then`.
-      then: calls what is inside, without a decision. It returns arrays, and what is known once it
-        is traced. What it notes is noted, and else the old numbers.
-      otherwise: returns the arrays of the other branch.
-
-    Returns:
-      Arrays, and what is known; None for that where `then` was not called.
+    What it notes is noted, and else the old numbers.
     """
-    here, static = told(), None
-    old = here.notes
+    here = told()
+    old = here.notes or {}
 
     # A branch only returns arrays, and is traced once: here it leaves everything else that it
     # knows, but no arrays, which would belong to that trace.
-    def run() -> tuple[T, dict[str, jax.Array] | None]:
-        nonlocal static
-        new = None if old is None else dict(old)
-        with telling(commit=None, windows=None, finite=None, notes=new, is_dry=here.is_dry):
-            arrays, static = then()
-        if old is not None and new is not None and not here.is_dry:
-            new = {name: new[name] for name in old}
-        return arrays, new
+    def run() -> tuple[T, dict[str, jax.Array]]:
+        new = dict(old)
+        notes = None if here.notes is None else new
+        with telling(commit=None, windows=None, finite=None, notes=notes, is_dry=here.is_dry):
+            arrays = then()
+        return arrays, new if here.is_dry else {name: new[name] for name in old}
 
-    if here.is_dry and old is not None:  # which numbers there are is not known before
+    if here.is_dry and here.notes is not None:  # which numbers there are is not known before
         arrays, new = shardings.varying_over(run(), shardings.varying_axes(use))
     else:
         arrays, new = branch(use, run, lambda: (otherwise(), old))
-    if old is not None and new is not None:
-        old |= new
-    return arrays, static
+    if here.notes is not None:
+        here.notes.update(new)
+    return arrays
 
 
 def decided(

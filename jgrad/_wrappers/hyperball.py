@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import kinds, layer_options, numbers, options
-from jgrad._inputs.inputs import Inputs, Parameters
+from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
 from jgrad._inputs.moment import Step
 from jgrad._inputs.transformation import counter, pair
 from jgrad._layers import norms
@@ -417,16 +417,15 @@ def _radii_of_state(
 
     By position; none for an array of which no leaf keeps it.
     """
-    remedy = "a state only fits the choice of leaves for which `init` made it"
     name = "state.radius"
-    checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=remedy)
+    checks.same_structure(_NAME, name, tree, "params", inputs.shapes, remedy=OTHER_LEAVES)
     arg = ArgLeaves.from_tree(_NAME, name, tree).with_arrays()
     matrices = _matrices(inputs, axes)
     for i, (r, use) in enumerate(zip(arg.leaves, chosen, strict=True)):
         shape = _shape(matrices[i]) if use else None
         if getattr(r, "shape", None) != shape:
             expected = f"an array of shape {shape}" if use else "None for a leaf that is not chosen"
-            arg.fail(i, ValueError, f"{checks.describe(r)}, expected {expected}; {remedy}")
+            arg.fail(i, ValueError, f"{checks.describe(r)}, expected {expected}; {OTHER_LEAVES}")
 
     radii: dict[int, jax.Array] = {}
     for k, spec in enumerate(inputs.specs):

@@ -101,7 +101,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
         copies = inputs.like_reference("state.master", state.master)
         _check_copies(copies, inputs)
         master = _optimized(state.master, params)
-        wide = parameters.wide_gradients(updates, params, _is_half)
+        wide = parameters.wide_gradients(inputs, _is_half)
 
         def rest(i: int) -> Rest | None:
             after, p = rest_of(inputs, i), inputs.reference.leaves[i]
@@ -163,21 +163,16 @@ def _followed(clips: bool | None) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 def _check_copies(copies: ArgLeaves, inputs: Inputs) -> None:
     """A copy of each half-precision parameter that is updated, and of no float32 one."""
-    half = [p if _is_half(p) else None for p in inputs.reference.leaves]
-    for i, (copy, p) in enumerate(zip(copies.leaves, half, strict=True)):
-        if p is None and copy is not None:
-            expected = "None for a parameter that needs no copy"
-        elif p is not None and (copy is not None or inputs.is_updated[i]) and not _is_real(copy):
+    for i, (copy, p) in enumerate(zip(copies.leaves, inputs.reference.leaves, strict=True)):
+        is_real = checks.is_array(copy) and jnp.issubdtype(copy.dtype, jnp.floating)
+        fits, expected = copy is None, "None for a parameter that needs no copy"
+        if _is_half(p):
+            fits = is_real or (copy is None and not inputs.is_updated[i])
             expected = f"a float32 copy of a parameter of {p.dtype}"
-        else:
-            continue
-        remedy = "call `init` with parameters of the dtypes that `update` gets"
-        copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
-    checks.same_shapes(copies, inputs.reference._replace(leaves=half))
-
-
-def _is_real(x: Leaf) -> bool:
-    return checks.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        if not fits:
+            remedy = "call `init` with parameters of the dtypes that `update` gets"
+            copies.fail(i, ValueError, f"{checks.describe(copy)}, expected {expected}; {remedy}")
+    checks.same_shapes(copies, inputs.reference)
 
 
 def _is_half(p: Leaf) -> bool:

@@ -38,15 +38,14 @@ def applied(params: PyTree, updates: PyTree, then: Then | None = None) -> PyTree
     return jax.tree.map(add, params, updates, is_leaf=trees.is_none)
 
 
-def wide_gradients(grads: PyTree, params: PyTree, is_wide: Callable[[Leaf], bool]) -> PyTree:
+def wide_gradients(inputs: Inputs, is_wide: Callable[[Leaf], bool]) -> PyTree:
     """Gradients in float32 beside parameters that are optimized in float32."""
-
-    def wide_one(g: Leaf, p: Leaf) -> Leaf:
-        if g is None or not is_wide(p):
-            return g
-        return made_of(jnp.asarray(g, jnp.float32), in_float32, g)
-
-    return jax.tree.map(wide_one, grads, params, is_leaf=trees.is_none)
+    updated = inputs.updated()
+    wide = [
+        made_of(jnp.asarray(g, jnp.float32), in_float32, g) if is_wide(p) else g
+        for g, p in zip(updated.g, updated.reference.leaves, strict=True)
+    ]
+    return updated.gradients(wide)
 
 
 # ---- copies in a state -------------------------------------------------------------------------

@@ -199,13 +199,12 @@ def _in_branch(
         finite = decisions.agreed(finite & inputs.outer.flag, mesh_axes)
     old = inputs.state
 
-    def take() -> tuple[tuple[PyTree, PyTree], None]:
+    def take() -> tuple[PyTree, PyTree]:
         steps, new = tx.update(gradients, old, inputs.params, **inputs.extra_args)
         steps = inputs.directions(trees.flatten(steps)[0])
-        return (steps, decisions.choose(True, new, old)), None
+        return steps, decisions.choose(True, new, old)
 
-    results, _ = decisions.noted_branch(finite, take, lambda: (inputs.zeros(), old))
-    return finite, *results
+    return finite, *decisions.noted_branch(finite, take, lambda: (inputs.zeros(), old))
 
 
 def _committed(

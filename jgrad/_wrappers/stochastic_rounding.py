@@ -139,7 +139,7 @@ def stochastic_rounding(
         inputs.require_params("the rounding of new weights")
         _check_dtypes(inputs.reference)
         step = optax.safe_increment(jnp.asarray(state.done))
-        wide = parameters.wide_gradients(updates, params, _is_rounded)
+        wide = parameters.wide_gradients(inputs, _is_rounded)
         wide_params, keys_of_step = _wide(params), step_keys(step)
         places = places_of(inputs, mesh_axes)
 
@@ -153,7 +153,9 @@ def stochastic_rounding(
             after = rest_of(inputs, i)
             if not _is_rounded(inputs.reference.leaves[i]):
                 return after
-            return Rest(_rounded_alone, arrays(i), (None,)).followed_by(finishing(inputs, i), after)
+            return Rest(_rounded_update, arrays(i), (None,)).followed_by(
+                finishing(inputs, i), after
+            )
 
         weights = trees.flatten(wide_params)[0]
         then = Then(weights, rest, places, inputs.then)
@@ -168,21 +170,15 @@ def stochastic_rounding(
             elif is_here:
                 u = jnp.broadcast_to(jnp.asarray(u, jnp.float32), p.shape)
                 calls[i] = _rounded_update, (u, *arrays(i))
-        for i, u in zip(calls, leafwise.run(list(calls.values())), strict=True):
+        for i, (u,) in zip(calls, leafwise.run(list(calls.values())), strict=True):
             new[i] = u
         return inputs.directions(new), StochasticState(step, inner)
 
     return pair(init, update, _NAME, StochasticState)
 
 
-@leafwise.jit_static_kwargs
-def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> jax.Array:
+def _rounded_update(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
     """What takes a weight to `p + u`, rounded stochastically."""
-    return _difference(rounding.to_bfloat16, p, u, rounding.bits(p))
-
-
-def _rounded_alone(u: jax.Array, p: jax.Array, rounding: Rounding) -> tuple[jax.Array]:
-    """The same, if it follows the update in one kernel."""
     return (_difference(rounding.to_bfloat16, p, u, rounding.bits(p)),)
 
 

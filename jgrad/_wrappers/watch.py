@@ -222,14 +222,14 @@ def watch(
 
     def update_of(
         updates: PyTree, params: PyTree, state: PyTree, extra_args: dict[str, Any], **record: Any
-    ) -> tuple[tuple[WrapperInputs, PyTree, PyTree], Measured]:
+    ) -> tuple[tuple[PyTree, PyTree], Measured]:
         """The update of the transformation inside, and its measurements."""
         inputs = WrapperInputs(_NAME, updates, params, extra_args)
         w = inputs.require_params("the norm of the parameters")
         layers = layer_options.layers(inputs, mesh_axes, layer_axes)
         steps, inner = inputs.hand_over(tx, updates, state, params, **record)
         numbers = norms_of_update(inputs, layers, w, trees.flatten(steps)[0])
-        return (inputs, steps, inner), numbers | record["notes"]
+        return (steps, inner), numbers | record["notes"]
 
     def update(
         updates: PyTree, state: WatchState, params: PyTree = None, **extra_args: PyTree
@@ -246,7 +246,7 @@ def watch(
             return results, _in_form(old, new | {_MEASURED: calls})
 
         if every == 1:
-            (inputs, steps, inner), report = measured()
+            (steps, inner), report = measured()
         else:
             is_next = (calls == 1) | (calls % every == 0)
             report = decisions.branch(is_next, lambda: measured()[1], lambda: old)
@@ -254,7 +254,7 @@ def watch(
             updated = inputs.updated()
             later = updated.gradients(_after(report[_MEASURED], updated.g))
             steps, inner = inputs.hand_over(tx, later, state.inner, params, notes=None)
-        report = _kept(inputs, report | {_CALLS: calls}, old)
+        report |= {_CALLS: calls}
         return steps, WatchState({key: report[name] for name, key in keys.items()}, inner)
 
     return pair(init, update, _NAME, WatchState)
@@ -350,15 +350,6 @@ def _in_form(old: dict[str, jax.Array], new: Measured) -> Measured:
         if key in new and new[key].shape == jnp.shape(x):
             numbers[key] = shardings.varying_over(new[key], shardings.varying_axes(x))
     return numbers
-
-
-def _kept(
-    inputs: WrapperInputs, new: dict[str, jax.Array], old: dict[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """The numbers of a report as they are stored: old ones where an update is not committed."""
-    keys = [key for key, x in old.items() if jnp.issubdtype(x.dtype, jnp.floating)]
-    kept = inputs.kept([new[key] for key in keys], [old[key] for key in keys])
-    return new | dict(zip(keys, kept, strict=True))
 
 
 def _after(first: jax.Array, arrays: list[Leaf]) -> list[Leaf]:

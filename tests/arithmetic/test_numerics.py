@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jgrad._arithmetic import numerics
+from jgrad._inputs import numbers
 from tests.support.compilations import compilations
 
 BETAS = [0.5, 0.9, 0.999, 0.9999, 0.999999, 1 - 1e-7]
@@ -25,7 +26,7 @@ def exact(beta, step):
 @pytest.mark.parametrize("step", STEPS)
 def test_bias_correction(beta, step):
     """Right to 1e-6 in float32 where `1 - beta**t` is wrong in the second digit."""
-    log = jnp.float32(numerics.beta_from_number(beta).log)
+    log = jnp.float32(numbers.forms(beta).log)
     found = float(numerics.one_minus_power(log, jnp.asarray(step, jnp.float32)))
     assert found == pytest.approx(exact(beta, step), rel=1e-6)
 
@@ -40,7 +41,7 @@ def test_the_textbook_form_is_worse():
 @pytest.mark.parametrize("step", [0.0, 0.5, 1.0, 3.0])
 def test_beta_zero(step):
     """0^t is 0 for t > 0 and 1 at 0."""
-    for beta in (numerics.beta_from_number(0.0), numerics.beta_from_array(jnp.float32(0))):
+    for beta in (numbers.forms(0.0), numerics.beta_from_array(jnp.float32(0))):
         found = numerics.one_minus_power(jnp.float32(beta.log), jnp.float32(step))
         assert float(found) == (0.0 if step == 0 else 1.0)
 

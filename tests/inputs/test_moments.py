@@ -12,7 +12,6 @@ import pytest
 
 import jgrad
 from jgrad._arithmetic.leafwise import apply
-from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
 from tests.support import messages
@@ -88,11 +87,6 @@ def test_moments_that_go_around_the_door(moment_dtype):
     tx = lion(moment_dtype, "rules.average(")
     with pytest.raises(TypeError, match="jgrad: a function of one leaf wrote no new moment"):
         tx.update(GRADS[0], tx.init(W), W)
-
-
-def in_place_of_codes():
-    old = jax.tree.leaves(lion("8bit").init(W).mw, is_leaf=lambda x: isinstance(x, jgrad.Blocks))
-    return Inputs("lion", GRADS[0], W).kept([W["b"], W["w"]], old)
 
 
 def updated(compute, *moments, moment_dtype=None):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -97,6 +98,17 @@ def test_names_of_users(name, packs):
     assert set(jax.tree.leaves((found.mw, found.vw))) == {expected}
     if packs != "small":
         assert len(jax.tree.leaves(found.mw)) == len(jax.tree.leaves(w))
+
+
+def test_arrays_of_other_shapes():
+    """One number for each row lies as the rows do; an array of another width is replicated."""
+    tx = optax.with_extra_args_support(optax.identity())
+    tx = tx._replace(init=lambda w: [{"w": jnp.zeros((8, n))} for n in (1, 4)])
+    w = {
+        "w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(grid(), P("a", "b")))
+    }
+    rows, others = jgrad.state_shardings(tx, w)
+    assert (rows["w"].spec, others["w"].spec) == (P("a"), P())
 
 
 def test_rows_of_buffers():

@@ -104,17 +104,6 @@ def test_blocks_are_leaves_of_their_own(rule):
 
 
 @pytest.mark.slow
-@both_rules
-def test_vmap(rule):
-    models = jnp.asarray(np.stack(draw((6, 20), 3)))
-    tx = muon(fraction=0.3, rule=rule)
-    step = lambda w: tx.update(w, tx.init(w), w)
-    found = jax.jit(jax.vmap(step))(models)
-    apart = [jax.jit(step)(w) for w in models]
-    assert_close(found, jax.tree.map(lambda *xs: jnp.stack(xs), *apart), 1e-6)
-
-
-@pytest.mark.slow
 def test_rows_of_zeros_and_of_nothing():
     """The first rows of zeros; an empty matrix has none."""
     w = {"none": jnp.ones((0, 4)), "w": jnp.ones((4, 6))}

@@ -7,8 +7,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
+from tests.support import messages
 from tests.support.eight_bits import quantized, unquantized
-from tests.support.errors import assert_error
 
 rng = np.random.default_rng(0)
 W = {
@@ -79,25 +79,11 @@ def test_e45_a_checkpoint_of_8_bits(tmp_path):
     assert_same(eight.update(G, restored, W), eight.update(G, state, W))
 
 
-def test_e45_errors():
-    state = trained(eight)
-    w = state.vw["w"]
-    with_w = lambda **fields: state._replace(vw={**state.vw, "w": w._replace(**fields)})
-    says = lambda error, message, call: assert_error(error, f"carry_over: `old` {message}", call)
-    message = "at .vw['w']: Blocks of int8 and shape (64, 128), expected a floating array, or Blocks of uint8."
-    says(TypeError, message, lambda: quantized(state._replace(vw=state.mw), like=state))
-    message = (
-        "at .vw['w']: `scale` of shape (16,), expected a number for each block of 256 elements of "
-        "`codes`, of shape (64, 128)."
-    )
-    other = with_w(scale=w.scale[:16])
-    for call in (lambda: quantized(other, like=state), lambda: unquantized(other)):
-        says(ValueError, message, call)
-    cast = with_w(codes=w.codes.astype(jnp.float32))
-    message = (
-        "at .vw['w']: an array of float32 and shape (64, 128) as `codes`, expected int8 or uint8."
-    )
-    says(TypeError, message, lambda: unquantized(cast))
-    message = "does not match `like` at .mw['b']: shape (7,), expected (8,)."
-    other = eight.init({**W, "b": jnp.ones(8)})
-    says(ValueError, message, lambda: quantized(state, like=other))
+STATE = eight.init(W)
+
+
+def with_w(**fields):
+    return STATE._replace(vw=STATE.vw | {"w": STATE.vw["w"]._replace(**fields)})
+
+
+test_e45_errors = messages.test_of("forms", globals())

@@ -171,6 +171,7 @@ def without_named_chains(recipe):
 @many
 @given(recipe=recipes(unknown=False).filter(without_named_chains), seed=seeds)
 @example(recipe=("chain", ("method", "clip of previous"), ("method", "sgd")), seed=0)
+@example(recipe=("wrapper", "watch", ("wrapper", "watch", ("method", "sgd"))), seed=0)
 @example(recipe=("pack_small", ("method", "clip of previous")), seed=0)
 @example(recipe=("wrapper", "masked within", ("pack_small", ("method", "normuon"))), seed=0)
 def test_the_same_bits_of_a_file(recipe, seed):
