@@ -129,10 +129,8 @@ class MatrixAxes:
 
         A square matrix has them as they come, which transposes nothing.
         """
-        out, into = self.sizes
-        rows_are_outputs = min(self.outputs) < min(self.inputs) if out == into else out < into
-        pair = (self.outputs, self.inputs) if rows_are_outputs else (self.inputs, self.outputs)
-        return (*self.stacked, *pair[0], *pair[1])
+        rows, columns = sorted(self.sides, key=self._size)
+        return (*self.stacked, *rows, *columns)
 
     def _size(self, axes: tuple[int, ...]) -> int:
         return math.prod(map(self.shape.__getitem__, axes))
@@ -143,37 +141,34 @@ class MatrixAxes:
     def whole(self) -> "MatrixAxes":
         """Those of the array after `gathered`; inside `shard_map` alone."""
         shape = list(self.shape)
-        for axis, names in self._gathered_axes():
+        for axis, names in self.sharded():
             shape[axis] *= jax.lax.psum(1, names)
         return dataclasses.replace(self, shape=tuple(shape), sharded_axes=())
 
-    @property
-    def gathered_over(self) -> tuple[str, ...]:
-        """The mesh axes along which whatever is made of whole matrices is the same."""
-        return tuple(itertools.chain(*(names for _, names in self._gathered_axes())))
-
     def sharded_over(self, axes: Sequence[int]) -> tuple[str, ...]:
         """The mesh axes of the `shard_map` around, along which some axes are sharded."""
-        pairs = self.sharded_axes
-        return tuple(itertools.chain(*(names for axis, names in pairs if axis in axes)))
+        return tuple(itertools.chain(*(names for _, names in self.sharded(axes))))
 
-    def gathered(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
-        """Whole matrices, of parts of them; or whole outputs, of one number per output."""
-        for axis, names in self._gathered_axes(per_output):
+    def gathered(self, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+        """Whole matrices, of parts of them; or along some axes alone, of numbers for these."""
+        for axis, names in self.sharded(axes):
             x = all_gather(x, names, axis)
         return x
 
-    def local_part(self, x: jax.Array, *, per_output: bool = False) -> jax.Array:
+    def local_part(self, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
         """This device's part, of what `gathered` returned."""
-        for axis, names in self._gathered_axes(per_output):
+        for axis, names in self.sharded(axes):
             first = jax.lax.axis_index(names) * self.shape[axis]
             x = jax.lax.dynamic_slice_in_dim(x, first, self.shape[axis], axis)
         return x
 
-    def _gathered_axes(self, per_output: bool = False) -> list[tuple[int, tuple[str, ...]]]:
-        """No stacked ones: where layers are sharded, each device has whole matrices."""
-        others = {*self.stacked, *(self.inputs if per_output else ())}
-        return [(axis, names) for axis, names in self.sharded_axes if axis not in others]
+    def sharded(self, axes: Sequence[int] | None = None) -> list[tuple[int, tuple[str, ...]]]:
+        """Those of some axes of which a device has a part, and over which mesh axes.
+
+        By default of those of matrices: where layers are sharded, each device has whole matrices.
+        """
+        axes = (*self.outputs, *self.inputs) if axes is None else axes
+        return [(axis, names) for axis, names in self.sharded_axes if axis in axes]
 
 
 # ---- runs of pieces ----------------------------------------------------------------------------

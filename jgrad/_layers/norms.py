@@ -27,21 +27,6 @@ from jgrad._trees.told import Combine
 _SMALL = 2**14
 
 
-def of_call(
-    call: Call, layers: LayerAxes, scale: jax.Array | None = None, *, is_opaque: bool = False
-) -> Call:
-    """The call of the sums of squares of what another call returns, of shape (num_layers,).
-
-    Args:
-      call: what is measured.
-      layers: where its layers are.
-      scale: what each layer is multiplied by first, a number per layer; None for 1.
-      is_opaque: whether the arrays may be constants that are hidden from XLA, see `opaque`.
-    """
-    f, arrays = call
-    return _squares_of_array(f, layers, is_opaque), (scale, *arrays)
-
-
 class SquareRange(NamedTuple):
     """The range in which sums of squares are exact enough, with an entry per layer.
 
@@ -96,7 +81,8 @@ def rescaled(calls: Sequence[Call], layers: Sequence[LayerAxes], unit: jax.Array
     if len(kinds) > 1 or any(x.size > _SMALL or may_be_sharded(x) for x in arrays):
         scales = jax.lax.split(scale, [axes.num_layers for axes in layers])
         rows = zip(calls, layers, scales, strict=True)
-        return concatenate(leafwise.run([of_call(*x, is_opaque=True) for x in rows]))
+        again = [(_squares_of_array(f, axes, True), (by, *xs)) for (f, xs), axes, by in rows]
+        return concatenate(leafwise.run(again))
     columns = list(zip(*(xs for _, xs in calls), strict=True))  # for each argument of f
     shared = tuple(all(x is column[0] for x in column) for column in columns)
     arguments = [x[0] if same else x for x, same in zip(columns, shared, strict=True)]
@@ -368,6 +354,16 @@ class MeasuredBatch(NamedTuple):
         return _mixed(total, rescaled(self.calls, self.layers, unit), unit)
 
 
+def measured(calls: Sequence[Call], layers: Sequence[LayerAxes]) -> list[MeasuredBatch]:
+    """What the calls of all layers return, in batches."""
+    pairs = zip(calls, layers, strict=True)
+    plain = leafwise.run(
+        [(_squares_of_array(f, axes, False), (None, *xs)) for (f, xs), axes in pairs]
+    )
+    columns = zip(*(in_batches(layers, x) for x in (calls, layers, plain)), strict=True)
+    return [MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns]
+
+
 @jit_static_kwargs
 def _norms(
     arrays: list[jax.Array],
@@ -378,17 +374,11 @@ def _norms(
 ) -> list[list[jax.Array]]:
     """The norms of each group of calls, which name positions in the list of arrays."""
     arrays = alike(arrays)
-    measured = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
-    count = len(calls) // len(layers)
-    plain = leafwise.run(list(map(of_call, measured, layers * count)))
+    calls_now = [(f, tuple(arrays[i] for i in positions)) for f, positions in calls]
     batches: list[MeasuredBatch] = []
     for start in range(0, len(calls), len(layers)):
-        group = slice(start, start + len(layers))
-        items = measured[group], layers, plain[group]
-        columns = zip(*[in_batches(layers, x) for x in items], strict=True)
-        batches += [
-            MeasuredBatch(x, axes, concatenate(y), SquareRange.of(y)) for x, axes, y in columns
-        ]
+        batches += measured(calls_now[start : start + len(layers)], layers)
+    count = len(calls) // len(layers)
     norms = jax.lax.cond(
         any_unusual(batches),
         lambda: [batch.rescaled() for batch in batches],

@@ -8,21 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import leafwise, numerics
-from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes
-
-
-def _plain_sums(
-    arrays: Sequence[jax.Array], layers: Sequence[LayerAxes]
-) -> list[norms.MeasuredBatch]:
-    calls: list[Call] = [(leafwise.identity, (x,)) for x in arrays]
-    sums = leafwise.run(list(map(norms.of_call, calls, layers)))
-    columns = zip(*(norms.in_batches(layers, x) for x in (calls, layers, sums)), strict=True)
-    return [
-        norms.MeasuredBatch(x, axes, norms.concatenate(y), norms.SquareRange.of(y))
-        for x, axes, y in columns
-    ]
 
 
 class Pair(NamedTuple):
@@ -39,7 +27,9 @@ def norms_and_products(
 ) -> list[Pair]:
     """|x|, |y| and <x, y> of layers, in batches; arrays have one precision, and vary alike."""
     xs, ys = norms.alike((xs, ys))
-    of_x, of_y = _plain_sums(xs, layers), _plain_sums(ys, layers)
+    of_x, of_y = (
+        norms.measured([(leafwise.identity, (z,)) for z in zs], layers) for zs in (xs, ys)
+    )
 
     def products(scales: Iterable[tuple[jax.Array | None, ...]]) -> list[jax.Array]:
         rows = zip(layers, scales, xs, ys, strict=True)

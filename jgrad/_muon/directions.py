@@ -8,11 +8,10 @@ from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leaf_moment import Moments
-from jgrad._arithmetic.leafwise import jit_static_kwargs, on_leaf
+from jgrad._arithmetic.leafwise import Function, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
@@ -21,7 +20,7 @@ from jgrad._inputs.matrix_options import MatrixOptions
 from jgrad._inputs.moment import Moment, Step
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import MatrixAxes, TwoKinds
-from jgrad._muon import newton_schulz, orthogonalize
+from jgrad._muon import orthogonalize
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks
 from jgrad._trees.annotations import Scalar
@@ -47,7 +46,7 @@ class MuonOptions(NamedTuple):
 
     Attributes:
       scale: see `muon`, a function.
-      coefficients: a triple for each step.
+      steps: of Newton-Schulz, on a stack of wide matrices.
       fraction: of rows that an update takes; None for all.
       shard_over: names of mesh axes.
       adam: of the leaves that are no matrices.
@@ -57,13 +56,12 @@ class MuonOptions(NamedTuple):
     momentum: kinds.Beta
     nesterov: bool
     scale: ScaleFunction
-    coefficients: newton_schulz.Coefficients
+    steps: Function
     rule: MuonRule
     normuon_beta: Scalar
     fraction: float | None
     error_decay: kinds.Beta
     shard_over: tuple[str, ...]
-    compute_dtype: np.dtype | None
     adam: adam_of.AdamOptions
 
 
@@ -113,7 +111,6 @@ def _matrix_directions(
     """Those of matrices, of which alone all arguments are."""
     axes = [where.whole for where in matrices]
     is_normuon = muon.rule == "normuon"
-    steps = newton_schulz.steps(muon.coefficients, muon.compute_dtype)
     is_taken: PerArray[jax.Array] | None = None
     if muon.fraction is None:
         if (decay := call_numbers.get("error_decay")) is not None:
@@ -122,7 +119,7 @@ def _matrix_directions(
         averaged = _look_ahead if muon.nesterov else average_of_leaf
         m, mw = averaged(g, first, beta)
         m = list(map(MatrixAxes.gathered, matrices, m))
-        x = orthogonalize.orthogonalized(function, m, axes, steps, muon.shard_over)
+        x = orthogonalize.orthogonalized(function, m, axes, muon.steps, muon.shard_over)
     else:
         check_no_momentum(function, muon.fraction, call_numbers.get("momentum"))
         sums = leafwise.apply(rules.add_scaled, g, first.old)
@@ -130,7 +127,7 @@ def _matrix_directions(
             function,
             list(map(MatrixAxes.gathered, matrices, sums)),
             axes,
-            steps,
+            muon.steps,
             muon.shard_over,
             fraction=muon.fraction,
             of_outputs=is_normuon,
@@ -193,7 +190,7 @@ def _with_equal_outputs(
 
     def local(numbers: PerArray[jax.Array]) -> PerArray[jax.Array]:
         pairs = zip(matrices, numbers, strict=True)
-        return [where.local_part(x, per_output=True) for where, x in pairs]
+        return [where.local_part(x, where.outputs) for where, x in pairs]
 
     mean_squares = local(matrix_axes.on_matrices(_mean_square, axes, x))
     if is_taken is None:
@@ -202,7 +199,7 @@ def _with_equal_outputs(
         there = local(matrix_axes.on_matrices(_any, axes, is_taken))
         averages, new = _average_of_outputs(mean_squares, vw, beta, there)
     pairs = zip(matrices, averages, strict=True)
-    averages = [where.gathered(x, per_output=True) for where, x in pairs]
+    averages = [where.gathered(x, where.outputs) for where, x in pairs]
     return matrix_axes.on_matrices(_normalized, axes, x, averages), new
 
 

@@ -32,7 +32,7 @@ from jgrad._muon.directions import (
     check_no_momentum,
     directions,
 )
-from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.newton_schulz import read_steps
 from jgrad._optimizers import adam as adam_of
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import (
@@ -346,13 +346,12 @@ def muon(
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
         scale=read_scale(name, scale),
-        coefficients=read_coefficients(name, coefficients),
+        steps=read_steps(name, coefficients, compute_dtype),
         rule=rule,
         normuon_beta=normuon_beta,
         fraction=read_fraction(name, fraction),
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
-        compute_dtype=check_compute_dtype(name, compute_dtype),
         adam=adam_of.AdamOptions.of(
             adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),
@@ -428,13 +427,12 @@ def scale_by_muon(
         momentum=kinds.Beta("momentum", momentum),
         nesterov=nesterov,
         scale=read_scale(name, scale),
-        coefficients=read_coefficients(name, coefficients),
+        steps=read_steps(name, coefficients, compute_dtype),
         rule=rule,
         normuon_beta=normuon_beta,
         fraction=read_fraction(name, fraction),
         error_decay=kinds.Beta("error_decay", error_decay),
         shard_over=read_shard_over(name, shard_over),
-        compute_dtype=check_compute_dtype(name, compute_dtype),
         adam=adam_of.AdamOptions.of(
             adam_beta1, adam_beta2, adam_epsilon, "moments", prefix="adam_"
         ),

@@ -112,9 +112,13 @@ def check_compute_dtype(function: str, dtype: DTypeLike | None) -> np.dtype | No
     return checks.floating_dtype(function, "compute_dtype", dtype, expected)
 
 
-def steps(coefficients: Coefficients, compute_dtype: np.dtype | None) -> Function:
-    """`orthogonalized` with these."""
-    return functools.partial(orthogonalized, coefficients=coefficients, compute_dtype=compute_dtype)
+def read_steps(function: str, coefficients: object, compute_dtype: DTypeLike | None) -> Function:
+    """`orthogonalized` with options of a user."""
+    return functools.partial(
+        orthogonalized,
+        coefficients=read_coefficients(function, coefficients),
+        compute_dtype=check_compute_dtype(function, compute_dtype),
+    )
 
 
 @jit_static_kwargs
@@ -129,13 +133,13 @@ def orthogonalized(
     on_cpu = functools.partial(on_chunk, by_gram=compute_dtype is None)
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: _in_chunks(on_cpu, x, _CPU_CHUNK),
-        tpu=lambda x: _in_chunks(on_chunk, x, _TPU_CHUNK),
-        default=lambda x: _in_chunks(on_chunk, x, _CHUNK),
+        cpu=functools.partial(_in_chunks, f=on_cpu, size=_CPU_CHUNK),
+        tpu=functools.partial(_in_chunks, f=on_chunk, size=_TPU_CHUNK),
+        default=functools.partial(_in_chunks, f=on_chunk, size=_CHUNK),
     )
 
 
-def _in_chunks(f: Function, x: jax.Array, size: int) -> jax.Array:
+def _in_chunks(x: jax.Array, f: Function, size: int) -> jax.Array:
     """`f` of the stack, some matrices at a time: as many as `size` bytes hold, and one at least.
 
     Each chunk is written where it was read, so that results need no stack of their own.

@@ -25,9 +25,9 @@ from jgrad._inputs import matrix_options
 from jgrad._layers import matrix_axes
 from jgrad._layers.layer_axes import of_leaves, read_layer_axes
 from jgrad._layers.matrix_axes import MatrixAxes
-from jgrad._muon import all_to_all, newton_schulz, rows
+from jgrad._muon import all_to_all, rows
 from jgrad._muon.all_to_all import Dealing, Mesh
-from jgrad._muon.newton_schulz import check_compute_dtype, read_coefficients
+from jgrad._muon.newton_schulz import read_steps
 from jgrad._muon.rows import Rows
 from jgrad._packed import buffers, packing
 from jgrad._trees import checks, trees
@@ -108,9 +108,7 @@ def orthogonalize(
         _NAME,
         arg.leaves,
         [matrix_options.of_leaf(i, where, outputs, arg) for i, where in layers],
-        newton_schulz.steps(
-            read_coefficients(_NAME, coefficients), check_compute_dtype(_NAME, compute_dtype)
-        ),
+        read_steps(_NAME, coefficients, compute_dtype),
     )
     leaves = dict(zip(there, cast_back(new, arg.leaves), strict=True))
     structure = trees.flatten(x)[1]

@@ -88,23 +88,11 @@ class Rows:
         outputs = (first,) if self.are_outputs else column_axes
         return MatrixAxes(shape, tuple(range(first)), outputs, mesh_axes=names)
 
-    def sharded(self, axes: tuple[int, ...]) -> list[tuple[int, tuple[str, ...]]]:
-        """Those of the axes of which a device has a part, and over which mesh axes."""
-        return [(axis, names) for axis, names in self.axes.sharded_axes if axis in axes]
-
     def whole_rows(self, shape: Sequence[int]) -> "Rows":
         """Of arrays with all rows of their matrices, by the shape of numbers per row."""
         pairs = enumerate(zip(self.axes.shape, shape, strict=True))
         lengths = tuple(n if axis in self.sides[1] else m for axis, (n, m) in pairs)
         return dataclasses.replace(self, axes=dataclasses.replace(self.axes, shape=lengths))
-
-    def local_part(self, x: jax.Array) -> jax.Array:
-        """Of numbers per row those of this device."""
-        for axis, names in self.sharded(self.sides[0]):
-            length = self.axes.shape[axis]
-            first = jax.lax.axis_index(names) * length
-            x = jax.lax.dynamic_slice_in_dim(x, first, length, axis)
-        return x
 
     def view(self, *, per_row: bool = False) -> View:
         """The array as (matrices, rows, columns), or numbers per row as (matrices, rows)."""
@@ -124,7 +112,7 @@ class Rows:
 def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     """Which rows of this device are taken, of a shape that broadcasts to the array."""
     norms = _row_norms(arrays, rows)
-    for axis, names in rows.sharded(rows.sides[0]):
+    for axis, names in rows.axes.sharded(rows.sides[0]):
         norms = all_gather(norms, names, 2 + axis)
     exact, scaled = norms
     # Only if one overflowed, because scaled norms of small rows are 0.
@@ -136,7 +124,7 @@ def largest(arrays: Sequence[jax.Array], *, rows: Rows) -> list[jax.Array]:
     matrices = jax.lax.broadcasted_iota(numbers.dtype, numbers.shape, 0)
     taken = jnp.zeros(flat.shape, bool).at[matrices, numbers].set(True)
     masks = [view.back(x) for x in jax.lax.split(taken, [view.shape[0]] * len(arrays))]
-    return [rows.local_part(x) for x in masks]
+    return [rows.axes.local_part(x, rows.sides[0]) for x in masks]
 
 
 @jit_static_kwargs
@@ -210,7 +198,7 @@ def _picked(x: jax.Array, is_some: jax.Array, numbers: jax.Array) -> jax.Array:
 def _row_norms(arrays: Sequence[jax.Array], rows: Rows) -> jax.Array:
     """(2, arrays, ...): the 1-norm of each row, and scaled so that none overflows."""
     columns = rows.sides[1]
-    names = tuple(itertools.chain(*(names for _, names in rows.sharded(columns))))
+    names = rows.axes.sharded_over(columns)
     terms = math.prod(rows.axes.shape[axis] for axis in columns)
     terms *= jax.lax.psum(1, names) if names else 1
     factor = 2.0 ** -terms.bit_length()

@@ -255,7 +255,8 @@ def _direction(inputs: Inputs, step: Step, chosen: _Options) -> tuple[list[Call]
     name, both = inputs.function, TwoKinds.of(inputs.specs, step.matrices)
     is_torch = chosen.rule == "torch"
     first = chosen.epsilon[0]
-    least = [_epsilon(x) if first is None else first for x in inputs.reference.leaves]
+    of_dtypes = [float(jnp.finfo(x.dtype).eps) for x in inputs.reference.leaves]  # as in PyTorch
+    least: list[Any] = of_dtypes if first is None else [first] * len(of_dtypes)
     known = {x: jnp.asarray(numbers.scalar(name, "epsilon", x)) for x in dict.fromkeys(least)}
     least = [known[x] for x in least]
     beta = _beta2(name, chosen, step)
@@ -290,11 +291,6 @@ def _part(moment: Moment, name: str) -> Moment:
     random = None if moment.random is None else moment.random.of_parts()
     old = [getattr(x, name) for x in moment.old]
     return dataclasses.replace(moment, old=old, random=random)
-
-
-def _epsilon(x: Any) -> float:
-    """That of the dtype of a parameter, as PyTorch has it."""
-    return float(jnp.finfo(x.dtype).eps)
 
 
 def _beta2(name: str, chosen: _Options, step: Step) -> BetaForms:

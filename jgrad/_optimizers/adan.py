@@ -188,13 +188,6 @@ def adan_of_leaf(
 # ---- functional update -------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    beta1: kinds.Beta
-    beta2: kinds.Beta
-    beta3: kinds.Beta
-    epsilon: kinds.Number
-
-
 @functional.update(
     {
         "w": None,
@@ -290,24 +283,24 @@ def adan_update(
 
 def _adan(
     name: str,
-    options: _Options,
+    beta1: Number,
+    beta2: Number,
+    beta3: Number,
+    epsilon: Number,
     moments: MomentOptions,
     descent: kinds.DescentOptions | None = None,
 ) -> Transformation[AdanState]:
+    betas = kinds.Beta("beta1", beta1), kinds.Beta("beta2", beta2), kinds.Beta("beta3", beta3)
+    added = kinds.Number("epsilon", epsilon)
     if descent is not None:
         descent.check(name)
-    for option in options:
+    for option in (*betas, added):
         option.check(name)
     check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
-        numbers = _numbers_of(
-            options.beta1.read(inputs, step),
-            options.beta2.read(inputs, step),
-            options.beta3.read(inputs, step),
-            options.epsilon.read(inputs, step),
-            step.as_float,
-        )
+        first, second, third = (x.read(inputs, step) for x in betas)
+        numbers = _numbers_of(first, second, third, added.read(inputs, step), step.as_float)
         descent_now = None if descent is None else descent.read(inputs, step)
         old = step.moments.values()
         return adan_of_leaf.update(inputs, inputs.g, *old, numbers, descent=descent_now)
@@ -402,17 +395,11 @@ def adan(
       Models" (2022, arXiv 2208.06677), algorithm 1; bias corrections and the first step follow
       `adan.py` of sail-sg/Adan.
     """
-    options = _Options(
-        beta1=kinds.Beta("beta1", beta1),
-        beta2=kinds.Beta("beta2", beta2),
-        beta3=kinds.Beta("beta3", beta3),
-        epsilon=kinds.Number("epsilon", epsilon),
-    )
     descent = kinds.DescentOptions.of(
         learning_rate, weight_decay, weight_decay_mask, weight_decay_rule
     )
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
-    return _adan("adan", options, moments, descent)
+    return _adan("adan", beta1, beta2, beta3, epsilon, moments, descent)
 
 
 @explained
@@ -463,11 +450,5 @@ def scale_by_adan(
 
     Source: as `adan`.
     """
-    options = _Options(
-        beta1=kinds.Beta("beta1", beta1),
-        beta2=kinds.Beta("beta2", beta2),
-        beta3=kinds.Beta("beta3", beta3),
-        epsilon=kinds.Number("epsilon", epsilon),
-    )
     moments = MomentOptions(moment_dtype, full_precision, mesh_axes=mesh_axes)
-    return _adan("scale_by_adan", options, moments)
+    return _adan("scale_by_adan", beta1, beta2, beta3, epsilon, moments)

@@ -84,14 +84,11 @@ def refreshed(
     dealing = None
     if shard_over and sides:
         dealing = orthogonalize.mesh_with(function, [side.basis for side in sides], shard_over)
-    new: list[jax.Array] = [side.basis for side in sides]
+    new: dict[int, jax.Array] = {}
     for members in groups.values():
-        sides_alike = [constants[i] for i in members]
-        for i, basis in zip(
-            members, _refreshed_alike(sides_alike, what, dealing=dealing), strict=True
-        ):
-            new[i] = basis
-    return new
+        alike = _refreshed_alike([constants[i] for i in members], what, dealing=dealing)
+        new |= zip(members, alike, strict=True)
+    return [new[i] for i in range(len(sides))]
 
 
 @jit_static_kwargs  # else each eager call compiles the conditional, whose functions are new

@@ -11,6 +11,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import Call, Function, PerLeaf
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
 from jgrad._inputs.matrix_options import unpacked
+from jgrad._inputs.moment import Shapes
 from jgrad._layers import matrix_axes
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._soap import bases
@@ -117,20 +118,18 @@ class SoapState(NamedTuple):
 # ---- in a state --------------------------------------------------------------------------------
 
 
-def init(inputs: Parameters, matrices: Mapping[int, MatrixAxes], max_side: Count) -> PyTree:
+def init(inputs: Parameters, shapes: Shapes, *, max_side: Count) -> tuple[PyTree]:
     """Before the first update: averages are zero, and each basis is the identity."""
     leaves = unpacked(inputs)
-    begun = {i: _begun(leaves[i], axes, max_side) for i, axes in matrices.items()}
-    return tree_of(inputs, begun)
+    begun = {i: _begun(leaves[i], axes, max_side) for i, axes in shapes.matrices.items()}
+    return (tree_of(inputs, begun),)
 
 
-def read(
-    inputs: Inputs, matrices: Mapping[int, MatrixAxes], max_side: Count, tree: PyTree
-) -> dict[int, Runs]:
+def read(inputs: Inputs, shapes: Shapes, state: SoapState, *, max_side: Count) -> dict[int, Runs]:
     """The factors of the matrices, checked against the choice of leaves."""
-    leaves = unpacked(inputs)
-    shapes = {i: _shapes(axes, leaves[i], max_side) for i, axes in matrices.items()}
-    like = tree_of(inputs, shapes)
+    leaves, tree = unpacked(inputs), state.factors
+    expected_runs = {i: _shapes(axes, leaves[i], max_side) for i, axes in shapes.matrices.items()}
+    like = tree_of(inputs, expected_runs)
     function, name = inputs.function, "state.factors"
     checks.same_structure(function, name, tree, "params", like, remedy=OTHER_LEAVES)
     arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
@@ -145,8 +144,10 @@ def read(
     checks.same_shapes(arg, expected)
     tree = trees.flatten(like)[1].unflatten(arg.leaves)
     entries = _structure(inputs).flatten_up_to(tree)
-    factors = {i: x if len(shapes[i]) > 1 else (x,) for i in matrices for x in [entries[i]]}
-    return {i: tuple(map(Run.of, runs)) for i, runs in factors.items()}
+    return {
+        i: tuple(map(Run.of, entries[i] if len(runs) > 1 else entries[i : i + 1]))
+        for i, runs in expected_runs.items()
+    }
 
 
 def tree_of(inputs: Parameters, factors: Mapping[int, Runs]) -> PyTree:
@@ -195,7 +196,9 @@ def _begun(x: jax.Array, axes: MatrixAxes, max_side: Count) -> Runs:
         zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
         if zeros.shape != like.shape[:-2]:  # pieces are counted there as well
             zeros = jnp.sum(zeros)
-        if names := axes.gathered_over:  # types then say, as after an update, that it is whole
+        if names := axes.sharded_over(
+            within
+        ):  # types then say, as after an update, that it is whole
             zeros = jax.lax.psum(zeros, names)
         while zeros.ndim < start.ndim:
             zeros = zeros[..., None]

@@ -23,8 +23,8 @@ from jgrad._inputs.transformation import MomentOptions, MoreFields, transformati
 from jgrad._layers.matrix_axes import TwoKinds
 from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
-from jgrad._soap import bases, factors
-from jgrad._soap.factors import Matrices, Runs, SoapState, tree_of
+from jgrad._soap import bases
+from jgrad._soap.factors import Matrices, Runs, SoapState, init, read, tree_of
 from jgrad._trees import checks
 from jgrad._trees.annotations import (
     ArrayAxes,
@@ -37,7 +37,7 @@ from jgrad._trees.annotations import (
     Number,
 )
 from jgrad._trees.explained import Transformation, explained
-from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.protocols import Leaf
 
 FirstStep = Literal["skip", "adam"]
 
@@ -77,18 +77,6 @@ class _Options(NamedTuple):
 def _shapes(inputs: Parameters, soap: _Options) -> Shapes:
     """Those of all elements; and where the matrices of each leaf are."""
     return Shapes({"mw": inputs.tree, "vw": inputs.tree}, soap.matrices.find(inputs))
-
-
-def _factors(max_side: Count) -> MoreFields:
-    """What the state has beside moments."""
-
-    def init(inputs: Parameters, shapes: Shapes) -> tuple[PyTree]:
-        return (factors.init(inputs, shapes.matrices, max_side),)
-
-    def read(inputs: Inputs, shapes: Shapes, state: SoapState) -> dict[int, Runs]:
-        return factors.read(inputs, shapes.matrices, max_side, state.factors)
-
-    return MoreFields(init, read)
 
 
 # ---- the method, on the arrays of one leaf -----------------------------------------------------
@@ -416,6 +404,9 @@ def soap(
         functools.partial(_update, soap=chosen),
         shapes_of=functools.partial(_shapes, soap=chosen),
         moments=MomentOptions(moment_dtype, full_precision, layer_axes, mesh_axes),
-        more=_factors(max_side),
+        more=MoreFields(
+            functools.partial(init, max_side=max_side),
+            functools.partial(read, max_side=max_side),
+        ),
         state_type=SoapState,
     )

@@ -143,7 +143,7 @@ def test_chunks(count, size):
     x = jnp.asarray(RNG.normal(size=(count, 4, 5)), jnp.float32)
     double = lambda x: 2 * x
     seen = []
-    found = newton_schulz._in_chunks(lambda x: seen.append(x.shape) or double(x), x, size)
+    found = newton_schulz._in_chunks(x, lambda x: seen.append(x.shape) or double(x), size)
     assert_equal(found, double(x))
     assert all(math.prod(shape) * 4 <= max(size, 80) for shape in seen)
 
