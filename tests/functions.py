@@ -93,6 +93,7 @@ def programs() -> dict[str, Callable[[], Any]]:
     in_8_bits = jgrad.adam(1e-3, weight_decay=0.1, moment_dtype="8bit")
     muon = jgrad.muon(1e-3, matrices=matrices, adam_learning_rate=1e-3, weight_decay=0.1)
     step = jgrad.skip_nonfinite(optax.chain(jgrad.clip_by_global_norm(1.0), adam))
+    window = optax.chain(jgrad.clip_by_global_norm(1.0), jgrad.adam(1e-3))
     return {
         "adam, decay": traced(adam, w),
         "adam, decay, 8 bits of small leaves": traced(in_8_bits, w),
@@ -101,6 +102,9 @@ def programs() -> dict[str, Callable[[], Any]]:
         "muon, decay": traced(muon, w),
         "adam_update": lambda: jax.eval_shape(lambda: jgrad.adam_update(w, w, 1e-3, w, w, 1)),
         "skip(clip, adam, decay)": traced(step, w),
+        "skip(accumulate(clip, adam))": traced(
+            jgrad.skip_nonfinite(jgrad.accumulate(window, 4)), w
+        ),
         "adam, decay, packed": traced(adam, jgrad.pack(w)),
         "carry_over, adam to skip(clip, adam)": lambda: jax.eval_shape(
             lambda: jgrad.carry_over(adam.init(w), like=jax.eval_shape(step.init, w))

@@ -15,6 +15,7 @@ LIMITS = {
     "muon, decay": (198, 26),
     "adam_update": (84, 13),
     "skip(clip, adam, decay)": (189, 26),
+    "skip(accumulate(clip, adam))": (223, 27),
     "carry_over, adam to skip(clip, adam)": (121, 26),
 }
 

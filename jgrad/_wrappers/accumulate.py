@@ -16,6 +16,7 @@ from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
 from jgrad._inputs.transformation import counter, pair
+from jgrad._layers import array_spec
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained
@@ -313,11 +314,17 @@ def accumulate(
 
 
 def _sharded_over(inputs: Inputs, inner: PyTree, mesh_axes: PyTree) -> tuple[str, ...]:
-    """The mesh axes along which devices must act alike."""
+    """The mesh axes along which devices must act alike; an error around a `zero` without any."""
     names = decisions.mesh_axes_of(inputs, mesh_axes)
-    if not names and decisions.holds_shards(inner, inputs):
-        remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
-        raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
+    if names or not inputs.has_buffers:
+        return names
+    leaves = zip(inputs.reference.leaves, inputs.specs, strict=True)
+    whole = {x.shape for x, spec in leaves if spec.is_buffer}
+    for x, spec in zip(trees.flatten(inner)[0], array_spec.specs(inner), strict=True):
+        is_buffer = spec.is_buffer and not spec.is_unpacked and spec.shape in whole
+        if is_buffer and x is not None and x.shape != spec.shape:  # a shard of it
+            remedy = "`zero(accumulate(tx, every), axis_name)`, or give its axis as `mesh_axes`"
+            raise ValueError(f"{_NAME}: `tx`: a `zero`, expected it outside: {remedy}.")
     return names
 
 
@@ -480,7 +487,7 @@ def _branches(
 
     def run() -> tuple[list[Leaf], PyTree]:
         means = divided if window.has_sum else window.means()
-        gradients = [gradient(means[i], g) for i, g in zip(updated.rows, updated.g, strict=True)]
+        gradients = list(map(gradient, map(means.__getitem__, updated.rows), updated.g))
         # A constant flag would do, but then XLA for CPUs copies moments (12 bytes and 8 more).
         commit = Commit(jnp.asarray(close), clips=True) if clips else None
         with telling(commit=commit):
@@ -494,9 +501,11 @@ def _branches(
         return stored(trees.flatten(inputs.zeros())[0], divided), state
 
     held, new = decisions.noted_branch(close, run, hold)
-    moved = apply(_zero_if, leafwise.at(held, fitting), jnp.logical_not(close))
+    in_sums = leafwise.at(held, fitting)
+    moved = apply(_zero_if, in_sums, jnp.logical_not(close))
     steps = dict(enumerate(held)) | dict(zip(fitting, moved, strict=True))
-    total = window.next_total(sums | {i: held[i] for i in fitting}) if window.has_sum else {}
+    held_sums = sums | dict(zip(fitting, in_sums, strict=True))
+    total = window.next_total(held_sums) if window.has_sum else {}
     return inputs.directions(list(steps.values())), total, new
 
 

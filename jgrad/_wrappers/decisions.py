@@ -16,7 +16,6 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leafwise import Call, jit_static_kwargs
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs, Parameters
-from jgrad._layers import array_spec
 from jgrad._layers.layer_axes import all_names, in_shard_map
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.protocols import Leaf, PyTree
@@ -206,19 +205,6 @@ def tried(
             lost = "what is inside adds no numbers to the report"
             warn(f"{function}: {came}, so {lost}: put `{function}` inside of it, or name the axes.")
         return None
-
-
-def holds_shards(state: PyTree, inputs: Inputs) -> bool:
-    """Whether a state has shards of buffers that the parameters have whole: that of `zero`."""
-    if not inputs.has_buffers:
-        return False
-    buffers = zip(inputs.reference.leaves, inputs.specs, strict=True)
-    shapes = {x.shape for x, spec in buffers if spec.is_buffer}
-    return any(
-        spec.shape in shapes and x is not None and x.shape != spec.shape
-        for x, spec in zip(trees.flatten(state)[0], array_spec.specs(state), strict=True)
-        if spec.is_buffer and not spec.is_unpacked
-    )
 
 
 # ---- one of two results ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from jgrad._arithmetic import numerics
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._trees import checks, trees
-from jgrad._trees.protocols import Leaf, PyTree
+from jgrad._trees.protocols import PyTree
 from jgrad._trees.told import telling, told
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
@@ -23,7 +23,7 @@ from jgrad._wrappers.decisions import Flag
 Arrays = tuple[jax.Array, ...]
 
 # Whether a part of a state is that of a wrapper which leaves gradients out.
-_is_window = functools.partial(inside.says, attribute=inside.REJECTED)
+is_window = functools.partial(inside.says, attribute=inside.REJECTED)
 
 
 class WrapperInputs(Inputs):
@@ -167,24 +167,17 @@ def rejected(old: PyTree, new: PyTree, finite: jax.Array) -> PyTree:
     """What is kept if an update is rejected: the old state, or what its parts say."""
 
     def kept(o: PyTree, n: PyTree) -> PyTree:
-        return o.__jgrad_rejected__(n, None if o is old else finite) if _is_window(o) else o
+        return o.__jgrad_rejected__(n, None if o is old else finite) if is_window(o) else o
 
-    return jax.tree.map(kept, old, new, is_leaf=_is_window)
-
-
-def beside_windows(new: PyTree, old: PyTree) -> list[tuple[Leaf, Leaf]]:
-    """New and old arrays that belong to no wrapper which leaves gradients out, if they differ."""
-    news, olds = jax.tree.leaves(new, is_leaf=_is_window), jax.tree.leaves(old, is_leaf=_is_window)
-    pairs = zip(news, olds, strict=True)
-    return [(n, o) for n, o in pairs if n is not o and not _is_window(n)]
+    return jax.tree.map(kept, old, new, is_leaf=is_window)
 
 
 def _with_sums(old: PyTree, new: PyTree) -> PyTree:
     """The old state with zeros for each sum of gradients that an update has made for its window."""
 
     def with_zeros(o: PyTree, n: PyTree) -> PyTree:
-        if not _is_window(o) or o.total is not None or n.total is None:
+        if not is_window(o) or o.total is not None or n.total is None:
             return o
         return o._replace(total=jax.tree.map(numerics.zeros_like, n.total))
 
-    return jax.tree.map(with_zeros, old, new, is_leaf=_is_window)
+    return jax.tree.map(with_zeros, old, new, is_leaf=is_window)

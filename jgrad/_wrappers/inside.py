@@ -178,11 +178,6 @@ def marked_as_offload(tx: Transformation) -> Transformation:
     return tx
 
 
-def is_offload(tx: object) -> bool:
-    """Whether a transformation is an `offload`."""
-    return hasattr(getattr(tx, "update", None), _OFFLOADED)
-
-
 def check_outside() -> None:
     """An error where an `offload` is inside of a wrapper, which computes with the state."""
     if _around.get():
@@ -210,7 +205,7 @@ def transformation(
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         expected = "a transformation with `init` and `update`"
         raise TypeError(f"{function}: `tx`: {checks.describe(tx)}, expected {expected}.")
-    if is_offload(tx) and not may_be_offloaded:
+    if hasattr(tx.update, _OFFLOADED) and not may_be_offloaded:
         _refuse_offload(function)
     tx, name = optax.with_extra_args_support(tx), name_in_order or function
 

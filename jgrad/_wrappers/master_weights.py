@@ -89,7 +89,7 @@ def master_weights(tx: AnyTransformation[Inner]) -> Transformation[MasterState[I
     tx = inside.transformation(_NAME, tx)
 
     def init(params: PyTree) -> MasterState:
-        checks.parameters(ArgLeaves.from_tree(_NAME, "params", params).with_arrays())
+        parameters.checked(_NAME, params)
         master = trees.map_leaves(lambda p: numerics.wide(p) if _is_half(p) else None, params)
         return MasterState(master, tx.init(_optimized(master, params)))
 

@@ -20,7 +20,7 @@ from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
-from jgrad._wrappers.hand_over import RejectingInputs, Tried, beside_windows, rejected
+from jgrad._wrappers.hand_over import RejectingInputs, Tried, is_window, rejected
 from jgrad._wrappers.inside import LOSS_SCALE
 
 _NAME = "skip_nonfinite"
@@ -269,7 +269,9 @@ def _is_seen_nowhere_else(
     beside = [
         u for g, u in pairs if checks.is_inexact(g) and id(origin(g).arrays[0]) not in left_out
     ]
-    states = [pair for pair in beside_windows(state, inputs.state) if checks.is_inexact(pair[0])]
+    parts = [jax.tree.leaves(x, is_leaf=is_window) for x in (state, inputs.state)]
+    # Of a window nothing is looked at: it is no array.
+    states = [(n, o) for n, o in zip(*parts, strict=True) if n is not o and checks.is_inexact(n)]
     if not (beside or states):
         return True
     return new.commit.flag | all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes)

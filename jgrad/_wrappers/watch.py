@@ -38,8 +38,8 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 def norms_of_update(
     inputs: Inputs,
     layers: Sequence[LayerAxes],
-    w: Sequence[jax.Array | None],
-    u: Sequence[jax.Array | None],
+    w: Sequence[Leaf],
+    u: Sequence[Leaf],
 ) -> Measured:
     """What is measured for gradients, parameters and updates."""
     numbers = _norms_of(_GRADIENTS, inputs, inputs.g, layers)
@@ -49,9 +49,9 @@ def norms_of_update(
 
 
 def _norms_of(
-    kind: str, inputs: Inputs, arrays: Sequence[jax.Array | None], layers: Sequence[LayerAxes]
+    kind: str, inputs: Inputs, arrays: Sequence[Leaf], layers: Sequence[LayerAxes]
 ) -> Measured:
-    """`kind`, the norm of all arrays, and `kind/<path>` of each leaf; 0 of an array that is None.
+    """`kind`, the norm of all arrays, and `kind/<path>` of each leaf; 0 without an array.
 
     Of gradients also the number of layers with one that is not finite, as their norms are then.
     """
