@@ -160,9 +160,9 @@ CLOSURES = {
     "_optimizers/lion.py": (23, 2_600),
     "_optimizers/gradient_descent.py": (23, 2_590),
     "_optimizers/lamb.py": (28, 3_560),
-    "_wrappers/clip.py": (23, 3_020),
-    "_wrappers/skip_nonfinite.py": (27, 3_520),
-    "_backward/step_in_backward.py": (36, 4_690),
+    "_wrappers/clip.py": (23, 3_010),
+    "_wrappers/skip_nonfinite.py": (27, 3_500),
+    "_backward/step_in_backward.py": (36, 4_680),
 }
 
 
