@@ -88,14 +88,20 @@ def directions(inputs: Inputs, step: Step, muon: MuonOptions) -> Directions:
     moments = list(step.moments.values())
     arguments = *leafwise.at((inputs.g, beta), both.first), *(x.at(both.first) for x in moments)
     orthogonal = _matrix_directions(inputs.function, muon, step.numbers, both.axes, *arguments)
-    adam_numbers = muon.adam.read(inputs, step)
+    return with_adam(inputs, step, both, orthogonal, muon.adam.read(inputs, step))
+
+
+def with_adam(
+    inputs: Inputs, step: Step, both: TwoKinds, of_matrices: Directions, n: adam_of.Numbers
+) -> Directions:
+    """Of all arrays: of matrices as they are given, of the others by Adam with these numbers."""
     pairs, mw, vw = adam_of.adam_of_leaf(
         leafwise.at(inputs.g, both.second),
-        *(x.at(both.second) for x in moments),
-        leafwise.at(adam_numbers, both.second),
+        *(x.at(both.second) for x in step.moments.values()),
+        leafwise.at(n, both.second),
     )
     others = Directions([x for x, _ in pairs], mw, vw, [x for _, x in pairs])
-    return Directions(*map(both.together, orthogonal, others))
+    return Directions(*map(both.together, of_matrices, others))
 
 
 def _matrix_directions(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 
@@ -85,7 +84,10 @@ class HiddenMatrices:
             for i, (_, _, reason) in rows.items()
             if not reason and named_axes.leaves[i].values != ()
         ]
-        matrices = self._matrices(tree, named_axes, named)
+        shapes = ArgLeaves.from_tree(_NAME, "params", tree).with_arrays()
+        layers = of_leaves(self._stacked(tree).at(named), shapes.at(named))
+        pairs = zip(named, layers, strict=True)  # an error where `muon` would raise it
+        matrices = {i: matrix_options.of_leaf(i, x, named_axes, shapes) for i, x in pairs}
         table = [
             ("Adam", path, str(shape), f"by {reason}")
             if reason
@@ -98,15 +100,6 @@ class HiddenMatrices:
             for i, (path, shape, reason) in rows.items()
         ]
         return leaf_names.table(table)
-
-    def _matrices(
-        self, tree: PyTree, outputs: ArgLeaves, named: Sequence[int]
-    ) -> dict[int, MatrixAxes]:
-        """Those of the leaves whose output axes are named; an error where `muon` would raise it."""
-        params = ArgLeaves.from_tree(_NAME, "params", tree).with_arrays()
-        layers = of_leaves(self._stacked(tree).at(named), params.at(named))
-        pairs = zip(named, layers, strict=True)
-        return {i: matrix_options.of_leaf(i, x, outputs, params) for i, x in pairs}
 
     def _stacked(self, tree: PyTree) -> ArgLeaves:
         return ArgLeaves.from_prefix(_NAME, "layer_axes", self._layer_axes, "params", tree)

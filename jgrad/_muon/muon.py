@@ -26,6 +26,7 @@ from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._muon.directions import (
     MOMENTUM,
+    Directions,
     MuonOptions,
     MuonRule,
     ScaleFunction,
@@ -91,13 +92,15 @@ class MatrixDescent(NamedTuple):
         self.for_matrices.check(function)
         self.for_others.check(function)
 
-    def read(self, inputs: Inputs, step: Step) -> Descent:
-        """Those of one update."""
+    def updates(self, inputs: Inputs, step: Step, new: Directions) -> list[Leaf]:
+        """Those of all arrays."""
         matrices, others = self.for_matrices, self.for_others
         rule = matrices.weight_decay.rule
         decays = _per_kind(inputs, step, matrices.weight_decay, others.weight_decay)
         rates = _per_kind(inputs, step, matrices.learning_rate, others.learning_rate)
-        return Descent(rules.optional(decays, rule), rates, rule)
+        signs = new.signs if rule == "cautious" else None
+        descent = Descent(rules.optional(decays, rule), rates, rule)
+        return descent.updates(new.direction, inputs.w, signs)
 
 
 def _per_kind(
@@ -171,11 +174,8 @@ def _muon(
 
     def compute(inputs: Inputs, step: Step) -> tuple[list[Leaf], list[Leaf], list[Leaf]]:
         new = directions(inputs, step, muon)
-        if descent is None:
-            return new.direction, new.mw, new.vw
-        descent_now = descent.read(inputs, step)
-        signs = new.signs if descent_now.rule == "cautious" else None
-        return descent_now.updates(new.direction, inputs.w, signs), new.mw, new.vw
+        updates = new.direction if descent is None else descent.updates(inputs, step, new)
+        return updates, new.mw, new.vw
 
     shapes_of = functools.partial(_shapes, muon=muon)
     return transformation(name, compute, shapes_of=shapes_of, moments=moments)

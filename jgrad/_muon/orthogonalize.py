@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -191,14 +192,13 @@ def _on_runs(
     dealing = mesh_with(function, arrays, shard_over) if shard_over else None
     ready = [_ready_to_cut(x, of, dealing) for x, of in pairs]
     runs = [y for x, of in ready for y in matrix_axes.cut(x, of)]
-    run_axes = [run for _, of in ready for run in matrix_axes.axes_of_runs(of)]
+    axes_here = [matrix_axes.axes_of_runs(of) for _, of in ready]
+    run_axes = list(itertools.chain(*axes_here))
     lists = []
     for column in compute(runs, run_axes, dealing):
         remaining, new = iter(column), []
-        for (x, of), (_, moved) in zip(pairs, ready, strict=True):
-            o = matrix_axes.joined(
-                [next(remaining) for _ in matrix_axes.axes_of_runs(of)], of, of.shape
-            )
+        for (x, of), (_, moved), there in zip(pairs, ready, axes_here, strict=True):
+            o = matrix_axes.joined([next(remaining) for _ in there], of, of.shape)
             if dealing and of.mesh_axes is not None and moved.mesh_axes not in (None, of.mesh_axes):
                 o = _moved(o, dealing.mesh, moved.mesh_axes, of.mesh_axes)
             new.append(sharded_as(o, x))
@@ -330,7 +330,8 @@ def _on_whole_matrices(
             stack = jax.lax.concatenate(_alike(alike), 0)
             parts = jax.lax.split(dealt_out(steps, stack, dealing), counts)
         else:
-            parts = _split(steps(_joined(alike)), counts)
+            stack = alike[0] if len(alike) == 1 else buffers.join(_alike(alike))
+            parts = _split(steps(stack), counts)
         new |= {i: axes[i].as_wide.back(x) for i, x in zip(members, parts, strict=True)}
     return [new[i] for i in range(len(arrays))]
 
@@ -390,10 +391,6 @@ def mesh_with(function: str, arrays: Sequence[jax.Array], shard_over: tuple[str,
         "NamedSharding on such a mesh, or a call of the compiled function under "
         "`jax.set_mesh(mesh)`."
     )
-
-
-def _joined(stacks: list[jax.Array]) -> jax.Array:
-    return stacks[0] if len(stacks) == 1 else buffers.join(_alike(stacks))
 
 
 def _alike(stacks: list[jax.Array]) -> list[jax.Array]:

@@ -21,6 +21,7 @@ from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
 from jgrad._inputs.moment import Moment, Shapes, Step
 from jgrad._inputs.transformation import MomentOptions, MoreFields, transformation
 from jgrad._layers.matrix_axes import TwoKinds
+from jgrad._muon.directions import Directions, with_adam
 from jgrad._muon.muon import MatrixDescent
 from jgrad._optimizers import adam as adam_of
 from jgrad._soap import bases
@@ -68,8 +69,8 @@ class _Options(NamedTuple):
             beta.check(_NAME)
         self.epsilon.check(_NAME)
         self.adam_epsilon.check(_NAME)
-        options.check_count(_NAME, "every", self.every)
-        options.check_count(_NAME, "max_side", self.max_side, 0)
+        checks.count(_NAME, "every", self.every)
+        checks.count(_NAME, "max_side", self.max_side, 0)
         self.descents.check(_NAME)
         self.matrices.check(_NAME)
 
@@ -135,15 +136,6 @@ def _zero_at_first(update: jax.Array, is_first: jax.Array) -> jax.Array:
 # ---- the method, on lists of arrays ------------------------------------------------------------
 
 
-class _New(NamedTuple):
-    """What one update makes of the matrices."""
-
-    direction: list[Leaf]
-    mw: list[Leaf]
-    vw: list[Leaf]
-    factors: Sequence[Runs]
-
-
 class _Numbers(NamedTuple):
     beta1: BetaForms
     beta2: BetaForms
@@ -159,7 +151,7 @@ def _matrix_updates(
     g: list[Leaf],
     n: _Numbers,
     *moments: Moment,
-) -> _New:
+) -> tuple[Directions, Sequence[Runs]]:
     """The step in the bases as they are; behind it new averages, and sometimes new bases.
 
     Of matrices alone are gradients, numbers and moments.
@@ -187,7 +179,7 @@ def _matrix_updates(
     new = new.refreshed(inputs.function, what, soap.shard_over)
     arrays = (jax.tree.leaves(x) for x in (new.factors, old.factors))
     kept = jax.tree.unflatten(jax.tree.structure(new.factors), inputs.kept(*arrays))
-    return _New(direction, mw, vw, kept)
+    return Directions(direction, mw, vw, signs=direction), kept
 
 
 def _held(is_first: jax.Array, beta: BetaForms) -> BetaForms:
@@ -228,23 +220,15 @@ def _update(inputs: Inputs, step: Step, soap: _Options) -> tuple[Any, ...]:
     old = Matrices(both.axes, list(map(step.more.__getitem__, leaves)))
     moments = list(step.moments.values())
     arguments = *leafwise.at((inputs.g, n), both.first), *(x.at(both.first) for x in moments)
-    new = _matrix_updates(inputs, step, soap, old, *arguments)
-    others, mw, vw = adam_of.adam_of_leaf(
-        leafwise.at(inputs.g, both.second),
-        *(x.at(both.second) for x in moments),
-        leafwise.at(_adam_numbers(soap, inputs, step, n), both.second),
-    )
-    direction, signs = (both.together(new.direction, [x[k] for x in others]) for k in (0, 1))
-
-    descent = soap.descents.read(inputs, step)
-    like = signs if descent.rule == "cautious" else None
-    updates = descent.updates(direction, inputs.w, like)
+    of_matrices, runs = _matrix_updates(inputs, step, soap, old, *arguments)
+    new = with_adam(inputs, step, both, of_matrices, _adam_numbers(soap, inputs, step, n))
+    updates = soap.descents.updates(inputs, step, new)
     if soap.first_step == "skip":
-        parts = leafwise.at(updates, both.first), leafwise.at(updates, both.second)
-        skipped = leafwise.apply(_zero_at_first, parts[0], step.number == 1)
-        updates = both.together(skipped, parts[1])
-    factors = tree_of(inputs, step.more | dict(zip(leaves, new.factors, strict=True)))
-    return updates, both.together(new.mw, mw), both.together(new.vw, vw), factors
+        of_first = leafwise.at(updates, both.first)
+        skipped = leafwise.apply(_zero_at_first, of_first, step.number == 1)
+        updates = both.together(skipped, leafwise.at(updates, both.second))
+    factors = tree_of(inputs, step.more | dict(zip(leaves, runs, strict=True)))
+    return updates, new.mw, new.vw, factors
 
 
 # ---- the transformation ------------------------------------------------------------------------
