@@ -84,7 +84,7 @@ def trained(tx, params=W, steps=3):
     return jax.tree.leaves(params), state
 
 
-def assert_same(found, expected):
+def assert_close(found, expected):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
@@ -95,32 +95,32 @@ def test_a_schedule_that_is_a_tree_is_called(schedule, params):
     tx, state = jgrad.gradient_descent(schedule), jgrad.gradient_descent(0.1).init(params)
     for step, rate in enumerate((0.2, 0.1)):
         updates, _ = tx.update(params, state._replace(step=jnp.int32(step)), params)
-        assert_same(updates, jax.tree.map(lambda x, rate=rate: -rate * x, params))
+        assert_close(updates, jax.tree.map(lambda x, rate=rate: -rate * x, params))
 
 
 def test_a_schedule_for_one_call():
     """In the place of the rate of the factory, as a number would be."""
     tx = jgrad.gradient_descent(0.1)
     updates, _ = tx.update(G, tx.init(W), W, learning_rate=Schedule(0.2))
-    assert_same(updates, jax.tree.map(lambda x: -0.2 * x, G))
+    assert_close(updates, jax.tree.map(lambda x: -0.2 * x, G))
 
 
 def test_a_schedule_may_return_a_tree():
     rates = {"w": 0.2, "b": 0.0}
     found, _ = trained(jgrad.gradient_descent(Closure(lambda done: rates)))
-    assert_same(found, trained(jgrad.gradient_descent(rates))[0])
+    assert_close(found, trained(jgrad.gradient_descent(rates))[0])
 
 
 def test_a_tree_of_rates_in_a_callable_model_is_not_called():
     tree = Model(w=0.2, b=0.1)
-    assert_same(
+    assert_close(
         trained(jgrad.gradient_descent(tree), MODEL)[0],
         trained(jgrad.gradient_descent({"w": 0.2, "b": 0.1}))[0][::-1],
     )
     inner = {"layer": MODEL, "rest": jnp.ones(2)}
     prefix = {"layer": 0.2, "rest": 0.1}
     whole = {"layer": Model(0.2, 0.2), "rest": 0.1}
-    assert_same(trained(jgrad.adam(whole), inner)[0], trained(jgrad.adam(prefix), inner)[0])
+    assert_close(trained(jgrad.adam(whole), inner)[0], trained(jgrad.adam(prefix), inner)[0])
 
 
 def test_a_tree_of_another_model_says_so():
@@ -168,8 +168,8 @@ def test_bools_of_numpy(true, compiled):
     tx = lambda mask: jgrad.adam(0.1, weight_decay=0.1, weight_decay_mask=mask)
     update = jax.jit(tx(mask).update) if compiled else tx(mask).update
     plain, _ = tx({"w": True, "b": False}).update(G, tx(None).init(W), W)
-    assert_same(update(G, tx(None).init(W), W)[0], plain)
-    assert_same(tx(lambda _: mask).update(G, tx(None).init(W), W)[0], plain)
+    assert_close(update(G, tx(None).init(W), W)[0], plain)
+    assert_close(tx(lambda _: mask).update(G, tx(None).init(W), W)[0], plain)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_bools_of_numpy(true, compiled):
 def test_decay_of_an_average(decay, params):
     tx = lambda decay: jgrad.average_params(jgrad.adam(0.1), decay)
     expected = trained(tx(lambda done: 0.9 / (done + 1).astype(float)), params)
-    assert_same(trained(tx(decay), params), expected)
+    assert_close(trained(tx(decay), params), expected)
 
 
 def updated(tx, params=MODEL):

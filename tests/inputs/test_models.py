@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jgrad
-from tests.inputs.test_functions import assert_same, node
+from tests.inputs.test_functions import assert_close, node
 from tests.multi_device.meshes import mesh_of
 from tests.support.choice import mostly_slow
 
@@ -234,7 +234,7 @@ def test_variables_of_functional_updates():
     given = (variables(W), variables(G), Variable(jnp.asarray(0.1)), variables(zeros))
     found = jgrad.adam_update(*given, variables(zeros), 1, beta1=Variable(jnp.asarray(0.9)))
     for x, y in zip(found, expected, strict=True):
-        assert_same(x, y)
+        assert_close(x, y)
     packed = jgrad.pack(variables(W))
     chex.assert_trees_all_equal(jgrad.unpack(packed), W)
     chex.assert_trees_all_equal(jgrad.pack(variables(W), like=packed), packed)
@@ -245,7 +245,7 @@ def test_variables_as_numbers():
     """An array as ever, though it can be called."""
     tx = jgrad.gradient_descent(Variable(jnp.asarray(0.2)), momentum=Variable(jnp.asarray(0.9)))
     updates, _ = tx.update(G, tx.init(W), W)
-    assert_same(updates, jax.tree.map(lambda x: -0.2 * x, G))
+    assert_close(updates, jax.tree.map(lambda x: -0.2 * x, G))
     average = jgrad.average_params(optax.identity(), Variable(jnp.asarray(0.9)))
     average.update(G, average.init(W), W)
 
@@ -263,4 +263,4 @@ def test_a_model_from_a_third_party():
         tx.update(gradient(whole), tx.init(whole), whole)[0]
         for tx in (third_party, jgrad.watch(third_party))
     ]
-    assert_same(*found)
+    assert_close(*found)

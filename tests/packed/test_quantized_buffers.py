@@ -9,6 +9,7 @@ import jgrad
 from tests.support import messages
 from tests.support.choice import mostly_slow
 from tests.support.eight_bits import quantized, unquantized
+from tests.support.states import assert_same_bits
 
 SHAPES = {
     "rows": (8, 512),
@@ -63,10 +64,6 @@ def trained(pack):
     return state
 
 
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
 packings = pytest.mark.parametrize("name", mostly_slow(PACKINGS, "stacked"))
 
 
@@ -75,8 +72,8 @@ def test_numbers_of_an_unpacked_state(name):
     """They are packed again; small leaves as numbers, for which there may be several codes."""
     state = trained(lambda w: jgrad.pack(w, **PACKINGS[name]))
     unpacked = unpack(state)
-    assert_same(unquantized(as_like(unpacked, state)), unquantized(state))
-    assert_same(unquantized(unpacked), unpack(unquantized(state)))
+    assert_same_bits(unquantized(as_like(unpacked, state)), unquantized(state))
+    assert_same_bits(unquantized(unpacked), unpack(unquantized(state)))
     for name, shape in SHAPES.items():
         assert unpacked.mw[name].shape == shape
         assert isinstance(unpacked.mw[name], jax.Array if name in SMALL else jgrad.Blocks)

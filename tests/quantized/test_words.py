@@ -11,7 +11,7 @@ from tests.support import messages
 from tests.support.eight_bits import is_blocks, unquantized
 from tests.support.memory import kinds, offloaded, on_device, on_host
 from tests.support.private import host_memory, inner_equations
-from tests.support.states import as_file
+from tests.support.states import as_file, assert_same_bits
 
 pytestmark = pytest.mark.not_in_jax_0_8("host memory")
 
@@ -96,13 +96,6 @@ def trained(place=lambda w: w):
     return state, offloaded(state)
 
 
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-
-
 def of_state(state):
     return [x.codes.dtype.name for x in jax.tree.leaves(state, is_leaf=is_blocks) if is_blocks(x)]
 
@@ -118,18 +111,18 @@ def test_files_do_not_show_where_a_state_lay(place):
     here, there = trained(place)
     assert set(of_state(there)) == {"int32", "uint32"}
     assert set(of_state(here)) == {"int8", "uint8"}
-    assert_same(jgrad.unpack(there), jgrad.unpack(here))
-    assert_same(on_device(jgrad.pack(jgrad.unpack(here), like=there)), on_device(there))
-    assert_same(jgrad.pack(jgrad.unpack(there), like=here), here)
+    assert_same_bits(jgrad.unpack(there), jgrad.unpack(here))
+    assert_same_bits(on_device(jgrad.pack(jgrad.unpack(here), like=there)), on_device(there))
+    assert_same_bits(jgrad.pack(jgrad.unpack(there), like=here), here)
     for old in (there, here, as_file(there), as_file(here), as_file(jgrad.unpack(there))):
         for like in (there, here):
             state, account = jgrad.carry_over(old, like=like, params=place(W), strict=True)
-            assert_same(state, like)
+            assert_same_bits(state, like)
             assert kinds(state) == kinds(like)
             assert {*account.converted} <= {"mw/b", "vw/b"}  # in 8 bits in a buffer alone
         shapes = jax.eval_shape(jgrad.offload(TX).init, place(W))
         state, _ = jgrad.carry_over(old, like=shapes, params=place(W), strict=True)
-        assert_same(on_device(state), on_device(there))
+        assert_same_bits(on_device(state), on_device(there))
 
 
 def test_they_begin_in_slices(monkeypatch):
@@ -146,7 +139,7 @@ def test_they_begin_in_slices(monkeypatch):
     assert moved.count((1, 64, 256)) == 2
     assert (4, 64, 256) not in moved
     state, expected = init(W), offloaded(TX.init(W))
-    assert_same(state, expected)
+    assert_same_bits(state, expected)
     assert kinds(state) == kinds(expected)
 
 
@@ -154,10 +147,10 @@ def test_of_other_dtypes():
     """In float32, and in 8 bits again: rounded to the nearest, which changes no decoded number."""
     here, there = trained()
     in_float32 = unquantized(there)
-    assert_same(on_device(in_float32), unquantized(here))
+    assert_same_bits(on_device(in_float32), unquantized(here))
     assert kinds(in_float32.inner.mw["w"]) == ["pinned_host"]
     state, account = jgrad.carry_over(in_float32, like=there, strict=True)
-    assert_same(state, there)
+    assert_same_bits(state, there)
     assert kinds(state) == kinds(there)
     assert "float32 to 8 bits" in str(account)
     state, _ = jgrad.carry_over(there, like=there, reset={"w": True, "b": False, "m": False})
@@ -170,8 +163,8 @@ def test_conversions_on_the_host_need_no_device(monkeypatch):
     _, there = trained()
     monkeypatch.delattr(host_memory, "to_device")
     codes = jgrad.unpack(there)
-    assert_same(jgrad.pack(codes, like=there), there)
-    assert_same(jgrad.carry_over(codes, like=there)[0], there)
+    assert_same_bits(jgrad.pack(codes, like=there), there)
+    assert_same_bits(jgrad.carry_over(codes, like=there)[0], there)
 
 
 test_words_without_an_offload = messages.test_of("words", globals())

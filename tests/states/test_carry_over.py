@@ -14,6 +14,7 @@ import jgrad
 from tests.support import messages
 from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error
+from tests.support.states import assert_same_bits
 
 rng = np.random.default_rng(0)
 
@@ -56,10 +57,6 @@ def carried(old, tx, w=W, **options):
     assert len(set(pointers)) == len(pointers)
     str(account)
     return state, account
-
-
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def assert_close(found, expected, rtol=1e-6):
@@ -139,14 +136,14 @@ def test_8_bits_and_layouts(pack):
     direct = jgrad.carry_over(state, like=jax.eval_shape(eight.init, W))[0]
     for i in range(2):  # leaves of the buffer that are stored in 8 bits on the tree, too
         found = jgrad.unpack(codes).mw["layers"][i]["w"]
-        assert_same(found, direct.mw["layers"][i]["w"])
+        assert_same_bits(found, direct.mw["layers"][i]["w"])
     arrays, _ = carried(codes, make())
-    assert_same(unquantized(carried(arrays, eight, pack(W))[0]), unquantized(codes))
+    assert_same_bits(unquantized(carried(arrays, eight, pack(W))[0]), unquantized(codes))
     rounded, _ = carried(state, half, pack(W))
-    assert_same(
+    assert_same_bits(
         carried(rounded, half)[0].mw, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.mw)
     )
-    assert_same(carried(carried(state, make(), pack(W))[0], make())[0], state)
+    assert_same_bits(carried(carried(state, make(), pack(W))[0], make())[0], state)
 
 
 MUON = jgrad.muon(1e-2, matrices=IS_MATRIX, adam_learning_rate=1e-3)
@@ -161,7 +158,7 @@ def test_adam_to_muon_and_back(max_size):
     state, account = carried(old, MUON, w, momentum="keep")
     matrices = ("vw/layers/0/w", "vw/layers/1/w")
     assert account.dropped == matrices
-    assert_same(jgrad.unpack(state).mw, old.mw)
+    assert_same_bits(jgrad.unpack(state).mw, old.mw)
     for before, tx in (state, make()), (old, NORMUON), (state, NORMUON):
         with pytest.raises(ValueError, match=r"vw/layers/0/w, .* `tx.init\(params\)`, .* `reset=`"):
             carried(before, tx, momentum="keep")
@@ -170,7 +167,7 @@ def test_adam_to_muon_and_back(max_size):
         is_adams = "vw of 2 leaves: zero beside a step that is kept" in str(account)
         assert is_adams == (tx is not NORMUON)
         assert not again.mw["layers"][0]["w"].any()
-        assert_same((again.mw["embed"], again.vw["embed"]), (old.mw["embed"], old.vw["embed"]))
+        assert_same_bits((again.mw["embed"], again.vw["embed"]), (old.mw["embed"], old.vw["embed"]))
     per_output = trained(NORMUON)[1]
     assert not carried(per_output, NORMUON)[1].dropped
     assert carried(per_output, MUON, momentum="keep")[1].dropped == matrices
@@ -183,15 +180,15 @@ def test_bfloat16_weights():
     old = make().init(W)
     master = jgrad.master_weights(make())
     state, account = carried(old, master, half, params=half)
-    assert_same(state.master, wide)
+    assert_same_bits(state.master, wide)
     assert len(account.of_weights) == 5
     moved = state._replace(master=W)
     with_ema = jgrad.master_weights(jgrad.average_params(make(), 0.9))
     averaged, account = carried(moved, with_ema, half)
-    assert_same((averaged.master, averaged.inner.average), (W, W))
+    assert_same_bits((averaged.master, averaged.inner.average), (W, W))
     assert "average_params.average, 5 leaves: the float32 copies" in str(account)
     removed, account = carried(moved, make())
-    assert_same(removed, state.inner)
+    assert_same_bits(removed, state.inner)
     assert len(account.dropped) == 5
 
 
@@ -202,11 +199,11 @@ def test_wrappers_of_users():
     tx = slowly(make(), 0.5)
     old = trained(tx)[1]
     state, account = carried(old, jgrad.skip_nonfinite(tx))
-    assert_same(state.inner, old)
+    assert_same_bits(state.inner, old)
     assert "slow/embed/table" in account.kept
     like = tx.init(W)
     state, account = jgrad.carry_over(make().init(W), like=like)
-    assert_same(state.slow, like.slow)
+    assert_same_bits(state.slow, like.slow)
     assert len(account.from_like) == 5
     assert_error(
         ValueError,
@@ -234,11 +231,11 @@ def test_other_fields():
     old = Watch(report, Spikes(jnp.asarray(3), jnp.ones(8), core))
     like = Spikes(jnp.asarray(0), jnp.full(8, jnp.nan), Watch(report, core))
     state, account = jgrad.carry_over(old, like=like, strict=True)
-    assert_same(state, Spikes(old.inner.skipped, old.inner.losses, Watch(report, core)))
+    assert_same_bits(state, Spikes(old.inner.skipped, old.inner.losses, Watch(report, core)))
     assert account.kept[:3] == ("skipped", "losses", "step")  # reports are measured again
     other = like._replace(losses=jnp.full(4, jnp.nan))  # another window
     state, account = jgrad.carry_over(old, like=other)
-    assert_same((state.skipped, state.losses), (other.skipped, other.losses))
+    assert_same_bits((state.skipped, state.losses), (other.skipped, other.losses))
     assert account.from_like == account.dropped == ("skipped", "losses")
     shapes = jax.eval_shape(lambda: Watch(report, core))
     state, account = jgrad.carry_over(core, like=shapes)
@@ -254,8 +251,8 @@ def test_renamed_leaves():
     new = {"tokens": W["embed"], "blocks": {"0": W["layers"][0], "last": W["layers"][1]}}
     rename = {"embed": "tokens", "layers": "blocks", "layers/1": "blocks/last"}
     state, account = carried(old, make(), new, rename=rename, strict=True)
-    assert_same(state.mw["blocks"]["last"], old.mw["layers"][1])
-    assert_same(state.vw["tokens"], old.vw["embed"])
+    assert_same_bits(state.mw["blocks"]["last"], old.mw["layers"][1])
+    assert_same_bits(state.vw["tokens"], old.vw["embed"])
     assert account.kept[:2] == ("step", "mw/blocks/0/b")
     without = {"blocks": new["blocks"]}
     _, account = carried(old, make(), without, rename={"layers/1": "blocks/last"})
@@ -287,7 +284,7 @@ def test_reset(tx):
                 before = unquantized(jgrad.unpack(optax.tree.get(old, name)))
                 assert not found["embed"]["table"].any()
                 assert not found["layers"][1]["w"].any()
-                assert_same(found["layers"][0], before["layers"][0])
+                assert_same_bits(found["layers"][0], before["layers"][0])
 
 
 def test_reset_by_a_function_of_numpy():
@@ -319,7 +316,7 @@ def test_under_jit():
     expected, same = call(old)
     assert account == same
     assert hash(account) == hash(same)
-    assert_same(state, expected)
+    assert_same_bits(state, expected)
     assert jax.eval_shape(call, old)[1] == same
 
 
@@ -347,7 +344,7 @@ def test_inside_shard_map():
         like = jax.eval_shape(jgrad.skip_nonfinite(make()).init, w)
         return jgrad.carry_over(old._replace(mw=w), like=like)[0].inner.mw
 
-    assert_same(jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))(w), w)
+    assert_same_bits(jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec))(w), w)
 
 
 def test_models_under_vmap():
@@ -356,7 +353,9 @@ def test_models_under_vmap():
     tx = jgrad.skip_nonfinite(make())
     like = jax.eval_shape(jax.vmap(tx.init), models)
     found = jax.vmap(lambda x: jgrad.carry_over(x, like=jax.eval_shape(tx.init, W))[0])(old)
-    assert_same(found, jgrad.carry_over(old, like=like)[0]._replace(loss_scale=found.loss_scale))
+    assert_same_bits(
+        found, jgrad.carry_over(old, like=like)[0]._replace(loss_scale=found.loss_scale)
+    )
 
 
 def test_x64(x64):
@@ -366,10 +365,10 @@ def test_x64(x64):
     state, account = carried(
         old, jgrad.schedule_free(make(moment_dtype="8bit", full_precision=True)), w, params=w
     )
-    assert_same(state.inner, old)
+    assert_same_bits(state.inner, old)
     back, account = carried(old, make(), W)
     assert "float64 to float32" in str(account)
-    assert_same(back.vw, jax.tree.map(lambda x: x.astype(jnp.float32), old.vw))
+    assert_same_bits(back.vw, jax.tree.map(lambda x: x.astype(jnp.float32), old.vw))
 
 
 def test_donation(standard_promotion):
@@ -489,7 +488,7 @@ def test_the_step_alone_is_not_a_state(name):
         lambda: jgrad.carry_over(old, like=like),
     )
     state, account = jgrad.carry_over(old, like=like, reset=True)
-    assert_same(state, like)
+    assert_same_bits(state, like)
     assert account.kept == ("step",)
     assert not account.zero
     some = jax.tree.map(lambda x: False, like.mw)
@@ -516,7 +515,7 @@ def test_hyperparameters_and_reports_are_no_moments(name, standard_promotion):
         lambda: jgrad.carry_over(old, like=like),
     )
     for options in {"rename": {"a": "b"}}, {"reset": True}:
-        assert_same(jgrad.carry_over(old, like=like, **options)[0], like)
+        assert_same_bits(jgrad.carry_over(old, like=like, **options)[0], like)
 
 
 def test_reset_of_all_labels():
@@ -525,7 +524,7 @@ def test_reset_of_all_labels():
     like = jax.eval_shape(tx.init, W)
     state, account = jgrad.carry_over(make().init(P), like=like, reset=True)
     assert len(account.reset) == 10
-    assert_same(state, tx.init(W))
+    assert_same_bits(state, tx.init(W))
 
 
 def test_states_without_moments():

@@ -9,6 +9,7 @@ import pytest
 import jgrad
 from tests.support import messages
 from tests.support.eight_bits import quantized, unquantized
+from tests.support.states import assert_same_bits
 
 rng = np.random.default_rng(0)
 W = {
@@ -22,10 +23,6 @@ plain, eight = jgrad.adam(1e-2), jgrad.adam(1e-2, moment_dtype="8bit")
 
 def trained(tx, w=W, g=G):
     return tx.update(g, tx.init(w), w)[1]
-
-
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def apart(w):
@@ -45,7 +42,9 @@ def test_the_account_of_small_leaves(of_old, of_new, change):
     assert account.converted == (() if change is None else ("mw/b", "vw/b"))
     assert str(account).count(f": {change}") == len(account.converted)
     found, expected = jgrad.unpack((new.mw, old.mw))
-    assert_same((found["w"].codes, found["w"].scale), (expected["w"].codes, expected["w"].scale))
+    assert_same_bits(
+        (found["w"].codes, found["w"].scale), (expected["w"].codes, expected["w"].scale)
+    )
     error = np.abs(found["b"] - expected["b"]).max()
     assert (error > 0) == (change == "float32 to 8 bits")
     assert jax.tree.structure(eight.update(of_new(G), new, of_new(W))[1]) == jax.tree.structure(new)
@@ -76,7 +75,7 @@ def test_e45_a_checkpoint_of_8_bits(tmp_path):
         files.save(tmp_path / "state", state)
         files.wait_until_finished()
         restored = files.restore(tmp_path / "state", jax.eval_shape(eight.init, W))
-    assert_same(eight.update(G, restored, W), eight.update(G, state, W))
+    assert_same_bits(eight.update(G, restored, W), eight.update(G, state, W))
 
 
 STATE = eight.init(W)

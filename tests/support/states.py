@@ -38,6 +38,7 @@ def as_file(node):
 
 
 def assert_same_bits(found, expected):
+    """Equal in structure and dtypes, and bit for bit; of keys, their data."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         assert x.dtype == y.dtype
