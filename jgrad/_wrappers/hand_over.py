@@ -5,7 +5,6 @@ for those that reject updates: they choose between new and old arrays after the 
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.decisions import Flag
 
 Arrays = tuple[jax.Array, ...]
+Results = tuple[PyTree, PyTree]  # updates, and the new state
 
 # Whether a part of a state is that of a wrapper which leaves gradients out.
 is_window = functools.partial(inside.says, attribute=inside.REJECTED)
@@ -71,18 +71,6 @@ class WrapperInputs(Inputs):
 # ---- rejected updates ----------------------------------------------------------------------------
 
 
-class Tried(NamedTuple):
-    """An update that was computed, before it is chosen.
-
-    Attributes:
-      commit: the decision that was told inwards.
-      results: the updates, with zeros where there are none, and the new state inside.
-    """
-
-    commit: Commit
-    results: tuple[PyTree, PyTree]
-
-
 class RejectingInputs(WrapperInputs):
     """The inputs of an update that may be rejected, with the state inside.
 
@@ -122,7 +110,7 @@ class RejectingInputs(WrapperInputs):
         *,
         clips: bool,
         judged_on: tuple[str, ...] | None = None,
-    ) -> Tried:
+    ) -> tuple[Commit, Results]:
         """The update of what is inside, which is told the decision.
 
         Args:
@@ -132,6 +120,10 @@ class RejectingInputs(WrapperInputs):
           clips: whether what overflows then becomes the largest number.
           judged_on: if the flag says whether the gradients are finite, the mesh axes along which
             devices agree about it.
+
+        Returns:
+          The decision, as it was told inwards; and the updates, with zeros where there are none,
+          and the new state inside, before they are chosen.
         """
         judged = None if judged_on is None else gradients
         agreed = functools.partial(decisions.agreed, mesh_axes=judged_on or ())
@@ -141,7 +133,7 @@ class RejectingInputs(WrapperInputs):
         steps, new = self.hand_over(tx, gradients, self.state, self.params, **decision)
         if self.leaves_out:
             self.state = _with_sums(self.state, new)
-        return Tried(commit, (self.directions(trees.flatten(steps)[0]), new))
+        return commit, (self.directions(trees.flatten(steps)[0]), new)
 
     def accepted(
         self, tx: optax.GradientTransformationExtraArgs, gradients: PyTree, flag: jax.Array
@@ -151,10 +143,9 @@ class RejectingInputs(WrapperInputs):
         If something inside leaves out gradients by itself, it does so where the flag is False, and
         what it returns is taken as it is.
         """
-        new = self.tried(tx, gradients, flag, clips=False)
-        use: Flag = new.commit.flag if new.commit.left_out is None else True
-        old = self.zeros(), self.state
-        return decisions.decided(use, new.results, old, new.commit, clips=False)
+        commit, new = self.tried(tx, gradients, flag, clips=False)
+        use: Flag = commit.flag if commit.left_out is None else True
+        return decisions.decided(use, new, (self.zeros(), self.state), commit, clips=False)
 
     def counted(self, new: Arrays, old: Arrays) -> Arrays:
         """The wrapper's own counters, which stay if a wrapper around leaves the gradients out."""

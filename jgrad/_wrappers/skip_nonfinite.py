@@ -10,7 +10,7 @@ import optax
 
 from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._inputs import numbers
-from jgrad._inputs.around import origin, run_and_say
+from jgrad._inputs.around import Commit, origin, run_and_say
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.transformation import counter, pair
 from jgrad._trees import checks, trees
@@ -20,7 +20,7 @@ from jgrad._trees.protocols import Leaf, PyTree, state_of
 from jgrad._trees.shardings import read_mesh_axes
 from jgrad._wrappers import clip, decisions, inside, parameters
 from jgrad._wrappers.decisions import Flag, all_finite, stays_finite
-from jgrad._wrappers.hand_over import RejectingInputs, Tried, is_window, rejected
+from jgrad._wrappers.hand_over import RejectingInputs, Results, is_window, rejected
 from jgrad._wrappers.inside import LOSS_SCALE
 
 _NAME = "skip_nonfinite"
@@ -221,21 +221,21 @@ def _committed(
     taken, too, as long as nothing beside it saw them.
     """
     clips = check_results is not True
-    new = inputs.tried(tx, gradients, finite, clips=clips, judged_on=mesh_axes)
+    commit, new = inputs.tried(tx, gradients, finite, clips=clips, judged_on=mesh_axes)
     works = _works(inputs, new, check_results, mesh_axes)
-    use: Flag = new.commit.flag & works
+    use: Flag = commit.flag & works
     old = inputs.state
-    if new.commit.left_out is not None:
-        works &= _is_seen_nowhere_else(inputs, new, gradients, mesh_axes)
-        use, old = works, old if works is True else rejected(old, new.results[1], new.commit.flag)
+    if commit.left_out is not None:
+        works &= _is_seen_nowhere_else(inputs, commit, new, gradients, mesh_axes)
+        use, old = works, old if works is True else rejected(old, new[1], commit.flag)
     # What was told inwards is this decision, unless something was found since.
-    commit = new.commit if works is True else None
-    results = decisions.decided(use, new.results, (inputs.zeros(), old), commit, clips=clips)
-    return new.commit.by_this & works, *results
+    known = commit if works is True else None
+    results = decisions.decided(use, new, (inputs.zeros(), old), known, clips=clips)
+    return commit.by_this & works, *results
 
 
 def _works(
-    inputs: RejectingInputs, new: Tried, check_results: bool | None, mesh_axes: tuple[str, ...]
+    inputs: RejectingInputs, new: Results, check_results: bool | None, mesh_axes: tuple[str, ...]
 ) -> Flag:
     """Whether results are finite, and parameters stay so, as far as they are looked at."""
 
@@ -243,9 +243,9 @@ def _works(
         is_float16 = checks.is_inexact(x) and not numerics.has_room(x.dtype)
         return is_float16 if check_results is None else check_results
 
-    both = zip(jax.tree.leaves(new.results[1]), jax.tree.leaves(inputs.state), strict=True)
+    both = zip(jax.tree.leaves(new[1]), jax.tree.leaves(inputs.state), strict=True)
     states = [(n, o) for n, o in both if n is not o and is_looked_at(n)]
-    updates = trees.flatten(new.results[0])[0]
+    updates = trees.flatten(new[0])[0]
     rows = [i for i, u in enumerate(updates) if is_looked_at(u)]
     works: Flag = True
     if states:
@@ -260,21 +260,22 @@ def _works(
 
 
 def _is_seen_nowhere_else(
-    inputs: RejectingInputs, new: Tried, gradients: PyTree, mesh_axes: tuple[str, ...]
+    inputs: RejectingInputs,
+    commit: Commit,
+    new: Results,
+    gradients: PyTree,
+    mesh_axes: tuple[str, ...],
 ) -> Flag:
     """Whether gradients that windows leave out did not spoil what is beside these."""
-    updates, state = new.results
-    leaves, left_out = trees.flatten(gradients)[0], new.commit.left_out or {}
-    pairs = zip(leaves, trees.flatten(updates)[0], strict=True)
-    beside = [
-        u for g, u in pairs if checks.is_inexact(g) and id(origin(g).arrays[0]) not in left_out
-    ]
-    parts = [jax.tree.leaves(x, is_leaf=is_window) for x in (state, inputs.state)]
+    leaves = zip(trees.flatten(gradients)[0], trees.flatten(new[0])[0], strict=True)
+    known = commit.left_out or {}
+    beside = [u for g, u in leaves if checks.is_inexact(g) and id(origin(g).arrays[0]) not in known]
+    parts = [jax.tree.leaves(x, is_leaf=is_window) for x in (new[1], inputs.state)]
     # Of a window nothing is looked at: it is no array.
     states = [(n, o) for n, o in zip(*parts, strict=True) if n is not o and checks.is_inexact(n)]
     if not (beside or states):
         return True
-    return new.commit.flag | all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes)
+    return commit.flag | all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes)
 
 
 def _next_scale(
