@@ -71,7 +71,7 @@ class _Options(NamedTuple):
             numbers.scalars(function, "clip_threshold", x, positive=True)
             numbers.scalar(function, "clip_threshold", x)
         checks.boolean(function, "scale_by_parameter", self.scale_by_parameter)
-        options.check_count(function, "min_side", self.min_side)
+        checks.count(function, "min_side", self.min_side)
         checks.one_of(function, "rule", self.rule, ("paper", "torch"))
         read_layer_axes(function, self.layer_axes)
         read_layer_axes(function, self.output_axes, "output_axes")

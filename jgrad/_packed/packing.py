@@ -346,11 +346,8 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
         for i, span in members:
             if problem := _problem(buffer, span, leaves[i], dtype):
                 arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {problem}")
-            if buffer is None or span.is_unpacked:
-                expected[i] = buffer
-            else:
-                leaf_dtype = jnp.float32 if isinstance(buffer, Blocks) else dtype
-                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, leaf_dtype)
+            packed = jax.ShapeDtypeStruct(span.layers.shape, span.dtype)
+            expected[i] = buffer if buffer is None or span.is_unpacked else packed
     for i, leaf in enumerate(layout.spans):
         if leaf is None and leaves[i] is not None:
             arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected None")
