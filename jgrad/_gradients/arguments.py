@@ -1,8 +1,7 @@
 """What is differentiated with respect to what: one-element outputs, and floating leaves."""
 
-import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -106,19 +105,6 @@ def first_of_pair(function: str, output: PyTree) -> PyTree:
         came, expected = checks.describe(output), "a pair `(value, aux)`, as `has_aux` says"
         raise TypeError(f"{function}: `func` returned {came}, expected {expected}.")
     return output[0]
-
-
-def without_value(
-    both: Callable[..., tuple[PyTree, PyTree]], func: Callable[..., PyTree], *, has_aux: bool
-) -> Callable[..., PyTree]:
-    """What returns the second of `(value, derivative)`; with `has_aux`, and what is beside."""
-
-    @functools.wraps(func)
-    def derivative(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        output, result = both(*args, **kwargs)
-        return (result, output[1]) if has_aux else result
-
-    return derivative
 
 
 def scalar(function: str, output: PyTree) -> jax.Array:

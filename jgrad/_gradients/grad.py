@@ -96,7 +96,12 @@ def grad(
       {'b': (2,), 'epoch': None, 'w': (3, 2)}
     """
     both = _value_and_grad("grad", func, argnums, has_aux=has_aux)
-    gradient = differentiation.without_value(both, func, has_aux=has_aux)
+
+    @functools.wraps(func)
+    def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
     setattr(gradient, _GRADIENT, gradient)
     return gradient
 

@@ -88,7 +88,13 @@ def jac(
       ((2, 3, 2), (2, 2))
     """
     both = _value_and_jac("jac", func, argnums, mode, has_aux=has_aux)
-    return differentiation.without_value(both, func, has_aux=has_aux)
+
+    @functools.wraps(func)
+    def jacobian(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        output, table = both(*args, **kwargs)
+        return (table, output[1]) if has_aux else table
+
+    return jacobian
 
 
 @overload
