@@ -121,7 +121,9 @@ class Arrangement(NamedTuple):
         return {x: self.specs.get(x, self.specs.get(x[0], self.specs[""])) for x in self.leaves}
 
     def weights(self, seed=0):
-        return draws.normal({name: leaf.shape for name, leaf in self.leaves.items()}, seed)
+        rng = np.random.default_rng(seed)
+        draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+        return {name: draw(leaf.shape) for name, leaf in self.leaves.items()}
 
     def options(self):
         names = {"layer_axes": "layers", "output_axes": "outputs", "split": "split"}
