@@ -138,6 +138,7 @@ def test_annotations_can_be_read(name):
 BY_POSITION = {
     **{(name, "argnums"): "JAX's" for name in ("grad", "value_and_grad", "jac", "value_and_jac")},
     ("is_variable", "exclusive"): "Ivy's",
+    ("optimizer_of_leaf", "function"): "a decorator's",
     ("state_shardings", "params_shardings"): "of the parameters before it",
 }
 

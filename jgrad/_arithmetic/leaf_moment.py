@@ -107,7 +107,7 @@ def is_rounded(moment: Leaf) -> bool:
 
 def as_stored(new: Leaf, old: Leaf) -> Leaf:
     """In the dtype of the old array; in half precision XLA must not skip the rounding."""
-    if new is None or new.dtype == old.dtype:
+    if new.dtype == old.dtype:
         return new
     return jax.lax.optimization_barrier(new.astype(old.dtype))
 

@@ -136,13 +136,6 @@ def loss_keywords(value: jax.Array, state: PyTree) -> dict[str, jax.Array]:
 OfGradients = Callable[[PyTree], PyTree]
 
 
-def check_function(function: object) -> None:
-    """What the factory can say already."""
-    if not (function is None or callable(function)):
-        came = checks.describe(function)
-        raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
-
-
 def check_is_given(function: OfGradients | None) -> None:
     """An error if the gradients of several devices are neither summed nor known not to be."""
     axes = shardings.unknown_axes()

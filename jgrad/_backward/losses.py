@@ -81,11 +81,11 @@ class ScanCall:
         """The variables of all, in the order of the body."""
         return [*self.others, *self.carry, *self.stacks, *self.xs]
 
-    def parts(self, operands: Sequence[T]) -> list[list[T]]:
+    def by_role(self, operands: Sequence[T]) -> list[list[T]]:
         """Operands of the body: others, carry, layer, xs."""
         rest = iter(operands)
-        parts = (self.others, self.carry, self.stacks, self.xs)
-        return [[*itertools.islice(rest, len(part))] for part in parts]
+        roles = (self.others, self.carry, self.stacks, self.xs)
+        return [[*itertools.islice(rest, len(role))] for role in roles]
 
 
 class _Line(NamedTuple):

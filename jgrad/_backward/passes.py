@@ -56,7 +56,7 @@ class SavedCall:
     def __init__(self, call: ScanCall, env: Environment, differentiable: set[Atom]) -> None:
         """Runs the layers; `env` has the operands."""
         self._call, operands = call, [value_of(x, env) for x in call.operands]
-        others, carry, stacks, self._xs = call.parts(operands)
+        others, carry, stacks, self._xs = call.by_role(operands)
         self._others, carry = host_memory.to_device((others, carry))
         self._varied = [
             *(x in differentiable for x in call.others),
@@ -106,7 +106,7 @@ class SavedCall:
 
     def begin(self, after: Cotangents) -> Flow:
         """Cotangents behind the last layer."""
-        others, _, _, xs = self._call.parts(self._varied)
+        others, _, _, xs = self._call.by_role(self._varied)
 
         def zeros(arrays: Arrays, varied: Sequence[bool]) -> Cotangents:
             pairs = zip(arrays, varied, strict=True)
@@ -122,7 +122,7 @@ class SavedCall:
 
         Args:
           ys: cotangents of all ys.
-          i: the number of the layer.
+          i: which layer.
           ones: its weights.
           flow: behind it.
         """
@@ -139,7 +139,7 @@ class SavedCall:
         behind = [x for x in flow.carry if x is not None] + [at(x) for x in ys if x is not None]
         (varied,) = pull(behind)
         new = _merged(self._varied, varied, [None] * len(operands))
-        others_now, before, ones_now, xs_now = call.parts(new)
+        others_now, before, ones_now, xs_now = call.by_role(new)
         gradients = [
             None if g is None else jax.vjp(f, one)[1](g)[0]
             for f, one, g in zip(call.as_read, ones, ones_now, strict=True)
@@ -154,7 +154,7 @@ class SavedCall:
 
 # Gradients of a layer and the flow in front of it: see `SavedCall.pull`.
 Pull = Callable[[jax.Array, Arrays, Flow], tuple[Cotangents, Flow]]
-# (number of a call, gradients of leaves that have them early, its pull, the flow behind it) -> the
+# (index of a call, gradients of leaves that have them early, its pull, the flow behind it) -> the
 # flow in front of it
 Visit = Callable[[int, Cotangents, Pull, Flow], Flow]
 
@@ -177,6 +177,7 @@ class Forward:
     def __init__(self, loss: TracedLoss, leaves: Arrays) -> None:
         self._loss, self._env = loss, dict(zip(loss.jaxpr.constvars, loss.consts, strict=True))
         self._env |= dict(zip(loss.jaxpr.invars, leaves, strict=True))
+        self._differentiable = loss.differentiable - loss.stacks  # between calls
         self._saved: list[SavedCall] = []
         self._pieces: list[_Piece] = []
         start = 0
@@ -197,7 +198,7 @@ class Forward:
         later.update(filter(is_variable, loss.jaxpr.outvars))
         makes = {x: None for line in lines[start:end] for x in line.makes}
         read = {x: None for line in lines[start:end] for x in line.reads if x not in makes}
-        varied = [x for x in read if x in loss.differentiable - loss.stacks]
+        varied = [x for x in read if x in self._differentiable]
         fixed = [x for x in read if x not in varied]
         results = [x for x in makes if x in later and x in loss.differentiable]
         others = [x for x in makes if x in later and x not in loss.differentiable]
@@ -218,17 +219,16 @@ class Forward:
     def backward(self, visit: Visit) -> Cotangents:
         """The gradients of all leaves that no call was given, and None; `visit` sees each call."""
         cotangents, inputs = Environment(), self._loss.jaxpr.invars
-        differentiable = self._loss.differentiable - self._loss.stacks
 
         def add(variables: Iterable[Atom], arrays: Iterable[jax.Array | None]) -> None:
             for x, new in zip(variables, arrays, strict=True):
-                if new is not None and is_variable(x) and x in differentiable:
+                if new is not None and is_variable(x) and x in self._differentiable:
                     cotangents[x] = cotangents[x] + new if x in cotangents else new
 
         def cotangents_of(variables: Iterable[Atom], *, is_carry: bool = False) -> Cotangents:
             return [
                 (cotangents.pop(x) if x in cotangents else numerics.zeros_like(self._env[x]))
-                if (is_floating(x) if is_carry else x in differentiable)
+                if (is_floating(x) if is_carry else x in self._differentiable)
                 else None
                 for x in variables
             ]

@@ -299,7 +299,7 @@ class Start(NamedTuple):
     """What the update of a share starts from.
 
     Attributes:
-      layer: its number; None of what is in no stack.
+      layer: which one of its stack; None of what is in no stack.
       gradients: of the leaves of the share; None for a leaf that has none.
       weights: these leaves.
       state: the arrays of its state.

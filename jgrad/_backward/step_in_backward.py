@@ -215,7 +215,9 @@ def step_in_backward(
         raise TypeError(f"{_NAME}: `loss`: {checks.describe(loss)}, expected a function.")
     for name, x in (("first_pass", first_pass), ("has_aux", has_aux), ("elementwise", elementwise)):
         checks.boolean(_NAME, name, x)
-    calls.check_function(gradients)
+    if not (gradients is None or callable(gradients)):
+        came = checks.describe(gradients)
+        raise TypeError(f"{_NAME}: `gradients`: {came}, expected a function of gradients.")
     read_mesh_axes(_NAME, mesh_axes)
 
     def ordinary(
@@ -238,9 +240,7 @@ def step_in_backward(
     ) -> Results:
         forward = Forward(traced, jax.tree.leaves(params))
         value = forward.result[0] if has_aux else forward.result
-        places: list[Placement | None] = []
-        if mesh_axes is not None:
-            places = places_by_option(Parameters(_NAME, params), mesh_axes)
+        places = [] if mesh_axes is None else places_by_option(Parameters(_NAME, params), mesh_axes)
         extra = calls.loss_keywords(value, state) | extra
         model = Model(jax.tree.leaves(params), jax.tree.leaves(state))
         whole, options = Whole(tx, params, state), (first_pass, elementwise)

@@ -26,17 +26,21 @@ class ChosenForm(forms.Form):
     def layouts(
         self, params: Parameters, shapes: PyTree, options: MomentOptions
     ) -> list[tuple[int, ...] | None]:
-        stored = self._are_stored(params, shapes, _full_precision(params, options.full_precision))
+        full, leaves = _full_precision(params, options.full_precision), params.reference.leaves
+        columns = zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
+        stored = [
+            x is not None and x.shape == p.shape and self._is_stored(params, spec, x, full)
+            for spec, x, p in columns
+        ]
         axes_of_leaves: Any = None
         if options.layer_axes is not None and any(stored):
             axes = read_layer_axes(params.function, options.layer_axes)
             axes_of_leaves = params.option("layer_axes", axes).leaves
-        columns = zip(params.specs, stored, params.reference.leaves, strict=True)
         return [
-            _stacked(spec, axes_of_leaves[spec.positions[0]].values if axes_of_leaves else (), x)
+            _stacked(spec, axes_of_leaves[spec.positions[0]].values if axes_of_leaves else (), p)
             if is_stored
             else None
-            for spec, is_stored, x in columns
+            for spec, is_stored, p in zip(params.specs, stored, leaves, strict=True)
         ]
 
     def may_be(self, params: Parameters, i: int, options: MomentOptions) -> bool:
@@ -59,19 +63,11 @@ class ChosenForm(forms.Form):
                 f"these has {max(sizes)}.",
             )
 
-    def _are_stored(self, params: Parameters, shapes: PyTree, full: Sequence[bool]) -> list[bool]:
-        """Whether each array of these shapes is stored in this form."""
-        leaves = params.reference.leaves
-        return [
-            x is not None and x.shape == p.shape and self._is_stored(params, spec, x, full)
-            for spec, x, p in zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
-        ]
-
     def _is_stored(
         self, params: Parameters, spec: ArraySpec, x: Leaf, full: Sequence[bool]
     ) -> bool:
         """Large enough, and real; small leaves of a buffer are as their buffer."""
-        if x is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             return False
         sizes = [span.size for span in spec.spans] or [x.size]
         is_full = [full[i] for i in spec.positions]

@@ -63,14 +63,6 @@ def _caller() -> str:
     return package
 
 
-def check_count(function: str, name: str, x: object, low: int = 1) -> None:
-    """An int of at least `low`, which shapes the program and is no number of a call."""
-    if isinstance(x, jax.Array):
-        problem = f"{checks.describe(x)}, expected an int; {checks.INJECTED}"
-        raise TypeError(f"{function}: `{name}`: {problem}.")
-    checks.count(function, name, x, low)
-
-
 def _check_called(function: str, name: str, x: object) -> None:
     """No function of jgrad in the place of what it returns: `hidden_matrices` without the call."""
     if isinstance(x, types.FunctionType) and (x.__module__ or "").startswith("jgrad."):

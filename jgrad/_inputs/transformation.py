@@ -437,7 +437,7 @@ def check_state(function: str, state: PyTree, kind: Any) -> None:
     if not isinstance(state, kind):
         came, expected = type(state).__name__, checks.made_by_init(function, kind)
         is_full = isinstance(state, tuple) and state != ()
-        is_foreign = is_full and not type(state).__module__.startswith("jgrad")
+        is_foreign = is_full and not hasattr(state, "__jgrad_fields__")
         remedy = " `carry_over` converts the states of optax." if is_foreign else ""
         raise TypeError(f"{function}: `state`: {came}, {expected}{remedy}")
     fields = getattr(state, "__jgrad_fields__", None)

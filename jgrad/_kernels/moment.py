@@ -92,13 +92,20 @@ class ScalePass(KernelMoment):
 
 
 class CodesPass(ScalePass):
-    """The second pass: codes, with a scale that is known."""
+    """The second pass: codes, with a scale that is known.
 
-    def __init__(self, moment: LeafMoment, scale: jax.Array) -> None:
+    New codes are written in the place of old ones that they are made of. XLA copies a leaf whose
+    old codes they are not made of, as that of Adan's gradients, so that all seem to be: it does not
+    know that `is_new` is true.
+    """
+
+    def __init__(self, moment: LeafMoment, scale: jax.Array, is_new: jax.Array) -> None:
         super().__init__(moment)
-        self._scale, self._rounding = scale, moment.rounding
+        self._scale, self._rounding, self._is_new = scale, moment.rounding, is_new
 
     def stored(self, exact: jax.Array) -> Blocks:
         form = geometry(self.blocks), codec_of(self.blocks), self._rounding
         new = encoding.with_scale(exact, self._scale, *form)
-        return new if self.flag is None else encoding.new_or_old(self.flag, new, self.blocks)
+        if self.flag is not None:
+            return encoding.new_or_old(self.flag, new, self.blocks)
+        return new._replace(codes=jnp.where(self._is_new, new.codes, self.blocks.codes))

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jgrad._arithmetic.programs import ArrayType, ClosedProgram, Equation, Primitive
 from jgrad._kernels import leaf_step
@@ -180,10 +181,11 @@ def in_two_passes(step: LeafStep, operands: Sequence[jax.Array]) -> list[jax.Arr
     """
     _, scales = step.call(step.arguments(operands), ScalePass)
     # Without the barrier, XLA would notice that both passes begin alike, and merge them.
-    again, known = barrier((list(operands), [moment.new for moment in scales]))
+    new_scales, true = [moment.new for moment in scales], jnp.asarray(True)
+    again, known, is_new = barrier((list(operands), new_scales, true))
     scale = iter(known)
     args = step.arguments(again)
-    return step.results(*step.call(args, lambda moment: CodesPass(moment, next(scale))))
+    return step.results(*step.call(args, lambda moment: CodesPass(moment, next(scale), is_new)))
 
 
 _ON_PLATFORMS: dict[str, Lowering] = {"tpu": "kernel", "cuda": "two passes", "rocm": "two passes"}

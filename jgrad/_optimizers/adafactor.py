@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgrad._arithmetic import leafwise, numerics, rules
-from jgrad._arithmetic.leafwise import Call, jit_static_kwargs, on_leaf
+from jgrad._arithmetic.leafwise import Call, Function, jit_static_kwargs, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._forms.factors import Factors
 from jgrad._inputs import kinds, layer_options, matrix_options, numbers, options
@@ -71,7 +71,7 @@ class _Options(NamedTuple):
             numbers.scalars(function, "clip_threshold", x, positive=True)
             numbers.scalar(function, "clip_threshold", x)
         checks.boolean(function, "scale_by_parameter", self.scale_by_parameter)
-        options.check_count(function, "min_side", self.min_side)
+        checks.count(function, "min_side", self.min_side)
         checks.one_of(function, "rule", self.rule, ("paper", "torch"))
         read_layer_axes(function, self.layer_axes)
         read_layer_axes(function, self.output_axes, "output_axes")
@@ -319,23 +319,20 @@ def _factors(inputs: Inputs, u: Sequence[Call], chosen: _Options) -> list[list[j
     axes = layer_options.layers(inputs, chosen.mesh_axes, chosen.layer_axes)
     in_order = sorted(range(len(u)), key=lambda i: axes[i].sort_key)
     layers = [axes[i] for i in in_order]
-    measured: list[list[Call]] = []
-    rules_of, least = [], []
+    measured: list[tuple[list[Call], Function, Scalar]] = []
     if chosen.clip_threshold is not None:
-        measured.append([u[i] for i in in_order])
-        rules_of.append(_clip)
-        least.append(numbers.scalar(name, "clip_threshold", chosen.clip_threshold))
+        threshold = numbers.scalar(name, "clip_threshold", chosen.clip_threshold)
+        measured.append(([u[i] for i in in_order], _clip, threshold))
     if chosen.scale_by_parameter:
         w = inputs.require_params("the scale of the weights")
-        measured.append([(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in in_order])
-        rules_of.append(_scale)
-        least.append(numbers.scalar(name, "epsilon", chosen.epsilon[1]))
+        weights = [(leafwise.identity, (_as_read_in_branches(w[i]),)) for i in in_order]
+        measured.append((weights, _scale, numbers.scalar(name, "epsilon", chosen.epsilon[1])))
     if not (u and measured):
         return factors
     roots = [_inverse_root_of_size(inputs.specs[i], axes[i]) for i in in_order]
     sizes = norms.in_batches(layers, roots)
-    sizes_now = norms.layer_norms(layers, *measured)
-    for rule, bound, batches in zip(rules_of, least, sizes_now, strict=True):
+    sizes_now = norms.layer_norms(layers, *(calls for calls, *_ in measured))
+    for (_, rule, bound), batches in zip(measured, sizes_now, strict=True):
         numbers_here = [
             rule(x, jnp.concatenate(size), jnp.asarray(bound))
             for x, size in zip(batches, sizes, strict=True)

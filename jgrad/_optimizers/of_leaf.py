@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,13 @@ from jgrad._optimizers.lion import lion
 from jgrad._trees import checks
 from jgrad._trees.explained import Transformation, explained
 from jgrad._trees.known_names import refuse_without_effect
-from jgrad._trees.protocols import PyTree
+from jgrad._trees.protocols import FIRST, MomentField, PyTree, state_of
 from jgrad._trees.trees import Structure
 
 _NAME = "optimizer_of_leaf"
-_MOMENTS = ("mw", "vw")
-_STEP = "step"  # not an option
+_FIRST, _SECOND = "mw", "vw"
+_STEP, _BETA = "step", "beta"  # the first is no option
+_NO_MOMENTS = (_STEP, "count", "index")  # a field, and what tuples have
 # Options, as `lion` has them.
 _DECAY = ("weight_decay", "weight_decay_mask", "weight_decay_rule")
 _FORM = {"dtype": "moment_dtype", "full_precision": "full_precision", "mesh_axes": "mesh_axes"}
@@ -67,12 +69,28 @@ class Beta(_Forms):
     __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _is_no_number
 
 
+@overload
 def optimizer_of_leaf(
-    function: Callable[..., PyTree], /, *, stays_finite: bool = False
-) -> Callable[..., Transformation[OptState]]:
+    function: Callable[..., PyTree],
+    /,
+    *,
+    magnitudes: tuple[str, ...] = (),
+    stays_finite: bool = False,
+) -> Callable[..., Transformation]: ...
+
+
+@overload
+def optimizer_of_leaf(
+    *, magnitudes: tuple[str, ...] = (), stays_finite: bool = False
+) -> Callable[[Callable[..., PyTree]], Callable[..., Transformation]]: ...
+
+
+def optimizer_of_leaf(
+    function: Any = None, /, *, magnitudes: tuple[str, ...] = (), stays_finite: bool = False
+) -> Any:
     """Turns a function of one leaf into an optimizer; use it as a decorator.
 
-        direction, mw', vw' = function(g, mw, vw)
+        direction, mw', vw', ... = function(g, mw, vw, ...)
         w' = w - learning_rate (direction + weight_decay w)
 
     Your function must be pure and elementwise, because it may be called on a whole leaf, on a part
@@ -84,22 +102,29 @@ def optimizer_of_leaf(
     Args:
       function: `function(g, mw, vw, *, beta1=0.9, epsilon=1e-8, step)`, or as many of these as your
         method needs. `mw` is a moment like the gradient `g`; `vw` is a moment of magnitudes, real
-        and at least 0. After `*` come numbers with names of your choice. They become options of the
-        optimizer, in [0, inf), which accept schedules or trees, as in `lion`. A number whose name
-        begins with `beta` is in [0, 1). It comes with the attributes `value`, `complement`, which
-        is 1 - beta, and `correction`, which is 1 - beta^step, each rounded separately. `step` is
-        not an option but the number of this update, counting from 1. The function returns the
+        and at least 0. Any other name after `g` is a further moment like the gradient, unless
+        `magnitudes` has it. After `*` come numbers with names of your choice. They become options
+        of the optimizer, in [0, inf), which accept schedules or trees, as in `lion`. A number whose
+        name begins with `beta` is in [0, 1). It comes with the attributes `value`, `complement`,
+        which is 1 - beta, and `correction`, which is 1 - beta^step, each rounded separately. `step`
+        is not an option but the number of this update, counting from 1. The function returns the
         direction or, if it has moments, a tuple of the direction and each new moment.
+      magnitudes: names of further moments that are of magnitudes, as `vw` is. They are stored as
+        real numbers, and in 8 bits without a sign.
       stays_finite: has no effect any more: `skip_nonfinite` checks results of any transformation
         only if you ask for it by `check_results=True`.
 
     Returns:
       A factory `(learning_rate, *, ...)` with the name of the function. Its options are your
       numbers, and `weight_decay`, `weight_decay_mask`, `weight_decay_rule`, `mesh_axes`,
-      `moment_dtype` and `full_precision` as in `lion`. The state is `OptState(step, mw, vw)`.
+      `moment_dtype` and `full_precision` as in `lion`. The state is `OptState(step, mw, vw)`, or
+      with further moments a `NamedTuple` of `step` and the moments of the function, in their order.
+      The attribute `State` of the factory is this type. It can be pickled if the function is
+      decorated at the top of a module. Without a function, the result is a decorator.
 
     Raises:
-      TypeError: the function has other parameters or results, or uses names that are taken.
+      TypeError: the function has other parameters or results, or uses names that are taken;
+        `magnitudes` has others than moments of the function.
       ValueError: the function is not elementwise, or depends on the shape of the leaf; from the
         factory, it does not return zeros for zeros.
 
@@ -112,9 +137,20 @@ def optimizer_of_leaf(
       >>> tx.init({"w": jnp.ones((16, 256))}).mw["w"].codes.dtype.name
       'int8'
     """
+    if function is None:
+        return functools.partial(
+            optimizer_of_leaf, magnitudes=magnitudes, stays_finite=stays_finite
+        )
     checks.boolean(_NAME, "stays_finite", stays_finite)
+    return _factory_of(function, magnitudes)
+
+
+def _factory_of(
+    function: Callable[..., PyTree], magnitudes: tuple[str, ...]
+) -> Callable[..., Transformation]:
     name, moments, arguments = _read(function)
-    is_beta = {x: x.startswith("beta") for x in arguments}
+    kind = _state_type(function, moments, magnitudes)
+    is_beta = {x: x.startswith(_BETA) for x in arguments}
     forms = tuple(Beta(0, 0, 0) if is_beta[x] else 0 for x in arguments)
     arrays = 1 + len(moments)
     structure: Structure = jax.tree.structure(forms)
@@ -170,9 +206,10 @@ def optimizer_of_leaf(
         first = tuple(_at_first(values.get(x, 1.0), is_beta[x]) for x in arguments)
         elementwise.check_zero(name, moments, results, jax.tree.leaves(first))
         compute = _compute(descent, numbers, method, moments, arguments)
-        return transformation(name, compute, has=moments, moments=form)
+        return transformation(name, compute, has=moments, moments=form, state_type=kind)
 
     functools.update_wrapper(factory, function)
+    factory.State = kind  # type: ignore[attr-defined]  # where a pickle finds it
     factory.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
     return explained(factory)
 
@@ -236,17 +273,47 @@ def _read(function: Any) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
         raise TypeError(f"{_NAME}: `function`: {came}, expected a function of one leaf.")
     name, signature = function.__name__, inspect.signature(function)
     parameters = signature.parameters.values()
+    arrays = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     numbers = tuple(x.name for x in parameters if x.kind is x.KEYWORD_ONLY)
-    g, *moments = (*signature.parameters, "")[: len(parameters) - len(numbers)] or ("",)
-    variadic = any(x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD) for x in parameters)
-    if variadic or g != "g" or moments != [x for x in _MOMENTS if x in moments]:
-        expected = "`g`, then `mw` and `vw` or what it has of them, then numbers behind `*`"
+    g, *moments = [x.name if x.default is x.empty else "" for x in arrays] or [""]
+    if g != "g" or "" in moments or len(arrays) + len(numbers) != len(parameters):
+        expected = "`g`, then its moments, such as `mw` and `vw`, then numbers behind `*`"
         raise TypeError(f"{_NAME}: the parameters of `{name}`: {signature}, expected {expected}.")
+    for moment in moments:
+        if moment in _NO_MOMENTS or moment.startswith((_BETA, "_")):
+            expected = "another name; numbers stand behind `*`"
+            raise TypeError(f"{_NAME}: a moment of `{name}`: `{moment}`, expected {expected}.")
     for number in numbers:
         if number in _TAKEN:
             expected = "another name, since this one is taken"
             raise TypeError(f"{_NAME}: a number of `{name}`: `{number}`, expected {expected}.")
     return name, tuple(moments), numbers
+
+
+def _state_type(
+    function: Callable[..., Any], moments: tuple[str, ...], magnitudes: tuple[str, ...]
+) -> Any:
+    """Of its optimizers. It can be pickled where the factory stands at the function's name."""
+    choices = tuple(x for x in moments if x != _FIRST)
+    if not (isinstance(magnitudes, tuple) and {*magnitudes} <= {*choices}):
+        whose = f"the moments of `{function.__name__}` other than `{_FIRST}`"
+        expected = f"some of {choices!r}, {whose}"
+        raise TypeError(f"{_NAME}: `magnitudes`: {magnitudes!r}, expected {expected}.")
+    if {*moments} <= {_FIRST, _SECOND}:
+        return OptState
+    beside = ", ".join(moments)
+    fields: dict[str, MomentField] = {
+        x: MomentField(x == _SECOND or x in magnitudes, f"`{x}` of a method with {beside}")
+        for x in moments
+    }
+    if _FIRST in fields:
+        fields[_FIRST] = FIRST
+    make: Any = collections.namedtuple  # mypy wants to know its fields
+    kind = state_of("moments", step="step", **fields)(make("State", (_STEP, *moments)))
+    kind.__doc__ = f"State of `{function.__name__}`: the number of completed updates, and moments."
+    kind.__name__ = f"{function.__name__}.State"  # as messages call it
+    kind.__module__, kind.__qualname__ = function.__module__, f"{function.__qualname__}.State"
+    return kind
 
 
 def _signature(function: Callable[..., Any], numbers: Iterable[str]) -> inspect.Signature:

@@ -392,14 +392,11 @@ def layout_of(
         packed.append((i, Span(path, np.dtype(x.dtype), leaf_layers, name, 0, rows_per_layer)))
     # Equal leaves are neighbours, because XLA compiles equal work once.
     packed.sort(key=lambda member: (member[1].layers.shape, member[1].layers.stacked))
-    buffers: dict[str, list[tuple[int, Span]]] = {}
-    for member in packed:
-        buffers.setdefault(member[1].buffer, []).append(member)
-    for name, members in buffers.items():
-        row = 0
-        for i, span in members:
-            spans[i] = span._replace(start=row)
-            row += span.num_rows
-        shapes[name] = (-(-row // multiple_of) * multiple_of, WIDTH)
+    rows = collections.Counter[str]()  # of each buffer, as far as it is filled
+    for i, span in packed:
+        spans[i] = span._replace(start=rows[span.buffer])
+        rows[span.buffer] += span.num_rows
+    for name, count in rows.items():
+        shapes[name] = (-(-count // multiple_of) * multiple_of, WIDTH)
     layout = Layout(trees.flatten(tree)[1], tuple(spans), tuple(sorted(shapes.items())))
     return layout, list(arg.leaves)

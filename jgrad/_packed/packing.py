@@ -29,7 +29,7 @@ from jgrad._trees.explained import explained
 from jgrad._trees.host_memory import where_it_lies
 from jgrad._trees.protocols import KeyPath, Leaf, PyTree
 from jgrad._trees.shardings import replicated
-from jgrad._trees.trees import is_packed, shapes
+from jgrad._trees.trees import is_packed, map_packed, shapes
 
 Array = jax.Array | Blocks  # of numbers, or of codes of 8 bits
 
@@ -238,17 +238,12 @@ def unpack(tree: PyTree) -> PyTree:
       >>> params["w"].shape, state.mw["w"].shape
       ((3, 2), (3, 2))
     """
-    return forms.to_codes(_map_packed(functools.partial(where_it_lies, _leaves), tree))
-
-
-def _map_packed(f: Callable[[Packed[Any]], PyTree], tree: PyTree) -> PyTree:
-    """The tree with `f(packed)` for each `Packed`."""
-    return jax.tree.map(lambda x: f(x) if is_packed(x) else x, tree, is_leaf=is_packed)
+    return forms.to_codes(map_packed(functools.partial(where_it_lies, _leaves), tree))
 
 
 def with_layouts(tree: PyTree, relabeled: Callable[[Layout], Layout]) -> PyTree:
     """The same buffers under other layouts."""
-    return _map_packed(lambda x: Packed(x.buffers, relabeled(x.layout)), tree)
+    return map_packed(lambda x: Packed(x.buffers, relabeled(x.layout)), tree)
 
 
 def check_unpacked(function: str, name: str, tree: PyTree) -> None:
@@ -346,11 +341,8 @@ def _again(like: Packed[Any], tree: PyTree) -> Packed[Any]:
         for i, span in members:
             if problem := _problem(buffer, span, leaves[i], dtype):
                 arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected {problem}")
-            if buffer is None or span.is_unpacked:
-                expected[i] = buffer
-            else:
-                leaf_dtype = jnp.float32 if isinstance(buffer, Blocks) else dtype
-                expected[i] = jax.ShapeDtypeStruct(span.layers.shape, leaf_dtype)
+            packed = jax.ShapeDtypeStruct(span.layers.shape, span.dtype)
+            expected[i] = buffer if buffer is None or span.is_unpacked else packed
     for i, leaf in enumerate(layout.spans):
         if leaf is None and leaves[i] is not None:
             arg.fail(i, TypeError, f"{checks.describe(leaves[i])}, expected None")

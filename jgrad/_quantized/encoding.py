@@ -171,9 +171,8 @@ def new_or_old(flag: jax.Array, new: Blocks, old: Blocks) -> Blocks:
 
 def _sharded(make: Callable[..., Blocks], target: Geometry, *args: Leaf) -> Blocks:
     """`make(*args)`, sharded as the one among its arguments that has the shape of the array."""
-    for like in jax.tree.leaves(args, is_leaf=is_leaf):
-        if like is not None and like.shape == target.shape:
-            break
+    leaves: list[Leaf] = jax.tree.leaves(args, is_leaf=is_leaf)
+    like = next(x for x in leaves if x is not None and x.shape == target.shape)
     codes = like.codes if isinstance(like, Blocks) else like
     if not is_sharded(codes):
         return make(*args)

@@ -134,13 +134,8 @@ def read(inputs: Inputs, shapes: Shapes, state: SoapState, *, max_side: Count) -
     checks.same_structure(function, name, tree, "params", like, remedy=OTHER_LEAVES)
     arg = ArgLeaves.from_tree(function, name, tree).with_arrays()
     expected = ArgLeaves.from_tree(function, "params", like)
-    for i, (x, y) in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
-        fits = x is None
-        if y is not None:
-            fits = checks.is_inexact(x) and jnp.iscomplexobj(x) == jnp.iscomplexobj(y)
-        if not fits:
-            kind = "None" if y is None else f"an array of {y.dtype}"
-            arg.fail(i, TypeError, f"{checks.describe(x)}, expected {kind}; {OTHER_LEAVES}")
+    for i, pair in enumerate(zip(arg.leaves, expected.leaves, strict=True)):
+        inputs.check_kind(arg, i, *pair, True, real=False)
     checks.same_shapes(arg, expected)
     tree = trees.flatten(like)[1].unflatten(arg.leaves)
     entries = _structure(inputs).flatten_up_to(tree)

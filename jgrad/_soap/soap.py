@@ -69,8 +69,8 @@ class _Options(NamedTuple):
             beta.check(_NAME)
         self.epsilon.check(_NAME)
         self.adam_epsilon.check(_NAME)
-        options.check_count(_NAME, "every", self.every)
-        options.check_count(_NAME, "max_side", self.max_side, 0)
+        checks.count(_NAME, "every", self.every)
+        checks.count(_NAME, "max_side", self.max_side, 0)
         self.descents.check(_NAME)
         self.matrices.check(_NAME)
 

@@ -223,7 +223,7 @@ def _fields(
         unit = "weighted"
     for (key, child), name in zip(children, names, strict=True):
         here = (*path, key)
-        role = "inside" if name in _INSIDE else fields.roles.get(name, fields.others)
+        role = fields.roles.get(name, "inside" if name in _INSIDE else fields.others)
         if role == "inside":
             # Labels may have the names of fields.
             labeled = trees.children(child) if name == _LABELED else None
@@ -260,7 +260,8 @@ def _fields_of(node: PyTree, names: set[str]) -> FieldRoles | None:
     is_tuple = isinstance(node, tuple) and hasattr(node, "_fields") and not forms.is_one(node)
     if not is_tuple and not (isinstance(node, Mapping) and not _KNOWN.isdisjoint(names)):
         return None
-    for fields in STATES:  # fields that are None are missing in files
+    # Fields that are None are missing in files.
+    for fields in sorted(STATES, key=lambda x: x.roles.keys() != names):
         there = {x for x, role in fields.roles.items() if role not in ("inside", "moment", "sum")}
         if there <= names <= fields.roles.keys():
             return fields

@@ -304,7 +304,8 @@ def no_out(function: str, out: object) -> None:
 def count(function: str, name: str, value: object, low: int = 1) -> None:
     """An int of at least `low`."""
     if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-        raise TypeError(f"{function}: `{name}`: {describe(value)}, expected an int.")
+        remedy = f"; {INJECTED}" if isinstance(value, jax.Array) else ""
+        raise TypeError(f"{function}: `{name}`: {describe(value)}, expected an int{remedy}.")
     if not low <= value < 2**31:
         raise ValueError(f"{function}: `{name}`: {value}, expected a number in [{low}, 2^31).")
 

@@ -228,10 +228,8 @@ def is_one(x: Leaf) -> bool:
 
 
 def map_forms(f: Callable[[Form, Leaf], Leaf], tree: PyTree) -> PyTree:
-    """The tree with `f(form, leaf)` for what is in a form; the same if there is nothing."""
+    """The tree with `f(form, leaf)` for what is in a form."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_one)
-    if not some(leaves):
-        return tree
     return jax.tree.unflatten(
         structure, [f(BY_KIND[type(x)], x) if is_one(x) else x for x in leaves]
     )

@@ -325,8 +325,7 @@ def check_keywords(
     for name in keywords:
         is_checked = checks_options and name in OPTIONS_OF.get(function, ())
         if name not in KEYWORDS and not is_checked:
-            refuse_option(function, name)
-            refuse_keyword(function, name, meant_keyword(name, taken))
+            check_unasked(function, name, taken)
             if name == "weights" and _LOSS not in keywords:  # which losses have, and nobody else
                 refuse_keyword(function, name, "`weight`")
 

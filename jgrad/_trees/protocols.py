@@ -94,7 +94,8 @@ def state_of(kind: str, **roles: FieldRole | MomentField) -> Callable[[type[_Sta
             x: "moment" if isinstance(role, MomentField) else role for x, role in roles.items()
         }
         fields = FieldRoles(kind, others | named, moments=moments)
-        STATES.append(fields)
+        if fields not in STATES:
+            STATES.append(fields)
         state.__annotations__ = get_type_hints(state)  # which are looked up in the module
         state.__module__ = "jgrad"
         state.__jgrad_fields__ = fields  # type: ignore[attr-defined]

@@ -169,12 +169,11 @@ def stacked_leaves(shapes: PyTree) -> Iterator[tuple[int, Leaf, Stack]]:
             yield i, x, stacks[path]
 
 
-def refuse(
-    function: str, remedy: str, *, reason: str = "which needs the gradients of all layers at once"
-) -> None:
+def refuse(function: str, remedy: str) -> None:
     """An error where a share is updated: the function works with all of them.
 
     Asked by `init`, which is called for each share before there is an update.
     """
     if told().share is not None:
+        reason = "which needs the gradients of all layers at once"
         raise ValueError(f"{STEP}: `tx`: `{function}`, {reason}; {remedy}.")

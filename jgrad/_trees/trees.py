@@ -79,16 +79,17 @@ def any_packed(*arguments: PyTree) -> bool:
     return any(map(is_packed, jax.tree.leaves(arguments, is_leaf=is_packed)))
 
 
+def map_packed(f: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    """The tree with `f(packed)` for each such node."""
+    return jax.tree.map(lambda x: f(x) if is_packed(x) else x, tree, is_leaf=is_packed)
+
+
 def shapes(tree: PyTree, *, as_stored: bool = False) -> PyTree:
     """The unpacked tree, with shapes and dtypes for what is packed; None where a buffer is None.
 
     Small leaves of a buffer in 8 bits are float32 as `unpack` makes them, or Blocks `as_stored`.
     """
-
-    def unpacked(x: PyTree) -> PyTree:
-        return x.__jgrad_shapes__(as_stored=as_stored) if is_packed(x) else x
-
-    return jax.tree.map(unpacked, tree, is_leaf=is_packed)
+    return map_packed(lambda x: x.__jgrad_shapes__(as_stored=as_stored), tree)
 
 
 def flatten(tree: PyTree) -> tuple[list[Leaf], Structure]:

@@ -81,11 +81,9 @@ def named_leaves(
 
 def blocks_of_variables(tree: PyTree) -> PyTree:
     """The tree with `Blocks` of variables for variables of `Blocks`, as of each other form."""
-
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
-        if forms.find(x) is not None and getattr(path[-1], "name", None) == "value":
-            break
-    else:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    ends = [path[-1] for path, x in leaves if forms.find(x) is not None]
+    if not any(getattr(end, "name", None) == "value" for end in ends):
         return tree  # in most calls
 
     def holds_blocks(x: PyTree) -> bool:
@@ -108,11 +106,8 @@ def blocks_of_variables(tree: PyTree) -> PyTree:
 
 def variables_of_blocks(tree: PyTree) -> PyTree:
     """The tree with variables of forms for forms of variables; the same if there are none."""
-
-    for x in jax.tree.leaves(tree, is_leaf=is_leaf):
-        if forms.find(x) is not None and not isinstance(x[0], jax.Array):
-            break
-    else:
+    in_form = (x for x in jax.tree.leaves(tree, is_leaf=is_leaf) if forms.find(x) is not None)
+    if all(isinstance(x[0], jax.Array) for x in in_form):
         return tree  # in most calls
 
     def turned(x: PyTree) -> PyTree:

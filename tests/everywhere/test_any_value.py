@@ -81,8 +81,8 @@ def of_path(**options):
     updated(jgrad.adam(jgrad.by_path({"w": 0.1}, **{"rest": 0.2} | options)))
 
 
-def of_leaf(**options):
-    updated(jgrad.optimizer_of_leaf(lambda g: g, **options)(0.1))
+def of_leaf(function=lambda g: g, **options):
+    updated(jgrad.optimizer_of_leaf(function, **options)(0.1))
 
 
 def sharded(**options):

@@ -22,6 +22,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jgrad
 from tests.cases import CASES, RATE
 from tests.multi_device.meshes import mesh_of
+from tests.optimizers.test_further_moments import ademamix
 from tests.optimizers.test_of_leaf import adamax
 from tests.support import oldest
 from tests.support.compilations import compilations
@@ -69,11 +70,10 @@ def subjects():
             make = functools.partial(case.tx, **own)
             options = {"learning_rate": RATE} | case.options | own
             yield Subject(f"{case}{suffix}", make, jnp.float32, (case.make, options), axes_of(case))
-    for suffix, own in {"": {}, "-8bit": {"moment_dtype": "8bit"}}.items():
-        make = lambda rate=RATE, own=own: adamax(rate, **own)
-        yield Subject(
-            f"adamax{suffix}", make, jnp.float32, (adamax, {"learning_rate": RATE} | own), {}
-        )
+    for method, own in itertools.product((adamax, ademamix), ({}, {"moment_dtype": "8bit"})):
+        make = lambda rate=RATE, method=method, own=own: method(rate, **own)
+        name = method.__name__ + "-8bit" * bool(own)
+        yield Subject(name, make, jnp.float32, (method, {"learning_rate": RATE} | own), {})
     for i, wrapper in enumerate(WRAPPERS):
         name = wrapper.name + "-scaled" * (i == 3)
         make = lambda rate=RATE, own=wrapper, **axes: own.around(jgrad.adam(rate), **axes)

@@ -399,8 +399,7 @@ def test_the_factory():
 def of_kind(name):
     """A function that is none of one leaf."""
     functions = {
-        "other": lambda g, m: (g, m),
-        "order": lambda g, vw, mw: (g, vw, mw),
+        "other": lambda x, mw: (x, mw),
         "nothing": lambda: 0.0,
         "any": lambda g, **numbers: g,
         "taken": lambda g, *, moment_dtype: g,

@@ -176,7 +176,15 @@ def signum(g: jax.Array, mw: jax.Array, *, beta: Any = 0.9) -> tuple[jax.Array, 
     return jnp.sign(mw), mw
 
 
-assert_type(signum(1e-3, beta=0.8, moment_dtype="8bit").init(params), jgrad.OptState)
+@jgrad.optimizer_of_leaf(magnitudes=("peak",))
+def bounded(g: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
+    peak = jnp.maximum(peak, jnp.abs(g))
+    return g / (peak + 1e-8), peak
+
+
+# What moments it has, checkers cannot see.
+of_leaf: jgrad.OptState = signum(1e-3, beta=0.8, moment_dtype="8bit").init(params)
+peaks = bounded(1e-3).init(params).peak
 
 # What has a name for annotations.
 matrices: jgrad.HiddenMatrices = jgrad.hidden_matrices()
