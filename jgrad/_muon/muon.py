@@ -21,7 +21,6 @@ from jgrad._inputs.matrix_options import (
     with_shapes_of_matrices,
 )
 from jgrad._inputs.moment import Shapes, Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._layers.matrix_axes import MatrixAxes
 from jgrad._muon.directions import (
@@ -168,7 +167,6 @@ def _muon(
     if descent is not None:
         descent.check(name)
     muon.matrices.check(name)
-    check_masks(name, full_precision=moments.full_precision)
     if muon.fraction is not None:
         check_no_momentum(name, muon.fraction, muon.momentum.value)
 

@@ -478,7 +478,6 @@ def adafactor(
     descent.check(name)
     buffer.check(name)
     chosen.check(name)
-    options.check_masks(name, full_precision=full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         inputs.check_buffers()

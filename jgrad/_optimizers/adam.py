@@ -17,7 +17,6 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._trees import checks
 from jgrad._trees.annotations import (
@@ -336,7 +335,6 @@ def _adam(
     if descent is not None:
         descent.check(name)
     options.check(name)
-    check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         n, mw, vw = options.read(inputs, step), step.moments["mw"], step.moments["vw"]

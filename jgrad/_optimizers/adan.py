@@ -16,7 +16,6 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, transformation
 from jgrad._optimizers import adam
 from jgrad._trees.annotations import (
@@ -296,7 +295,6 @@ def _adan(
         descent.check(name)
     for option in (*betas, added):
         option.check(name)
-    check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         first, second, third = (x.read(inputs, step) for x in betas)

@@ -14,7 +14,6 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._trees import checks
 from jgrad._trees.annotations import (
@@ -202,7 +201,6 @@ def gradient_descent(
     descent.check(name, kinds.COUPLED_DECAY_RULES)
     checks.boolean(name, "nesterov", nesterov)
     buffer.check(name)
-    check_masks(name, full_precision=full_precision)
     coupled = weight_decay_rule == "coupled"
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import Descent, kernels_of, of_one_leaf
 from jgrad._inputs.moment import Moment, Step
-from jgrad._inputs.transformation import MomentOptions, OptState, pair, transformation
+from jgrad._inputs.pair import pair
+from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._layers.trust import (
     IVY_GUARD,
     TrustLayers,
@@ -362,7 +363,7 @@ def lamb(
     adam_options.check(name)
     checks.one_of(name, "rule", rule, _RULES)
     layer_options.check_axes(name, mesh_axes, layer_axes)
-    options.check_masks(name, trust_ratio_mask=trust_ratio_mask, full_precision=full_precision)
+    options.check_masks(name, trust_ratio_mask=trust_ratio_mask)
     layer_options.check_decay_of_ivy(name, rule, weight_decay_rule, "decoupled")
     layer_options.clamps(name, *clamps)
 

@@ -330,7 +330,7 @@ def lars(
     checks.boolean(name, "rate_in_momentum", rate_in_momentum)
     layer_options.check_axes(name, mesh_axes, layer_axes)
     numbers.scalar(name, "trust_coefficient", trust_coefficient)
-    options.check_masks(name, trust_ratio_mask=trust_ratio_mask, full_precision=full_precision)
+    options.check_masks(name, trust_ratio_mask=trust_ratio_mask)
     _check_rule(name, rule, epsilon)
     layer_options.check_decay_of_ivy(name, rule, weight_decay_rule, "coupled")
     coupled = weight_decay_rule == "coupled"

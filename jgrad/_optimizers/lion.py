@@ -15,7 +15,6 @@ from jgrad._inputs.functional import Role
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import of_one_leaf
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import MomentOptions, OptState, transformation
 from jgrad._trees.annotations import (
     DecayRule,
@@ -109,7 +108,6 @@ def _lion(
         descent.check(name)
     options.beta1.check(name)
     options.beta2.check(name)
-    check_masks(name, full_precision=moments.full_precision)
 
     def compute(inputs: Inputs, step: Step) -> tuple[Any, ...]:
         betas = options.beta1.read(inputs, step), options.beta2.read(inputs, step)

@@ -17,7 +17,6 @@ from jgrad._inputs import kinds
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.leaf_functions import LeafFunction
 from jgrad._inputs.moment import Step
-from jgrad._inputs.options import check_masks
 from jgrad._inputs.transformation import Compute, MomentOptions, OptState, transformation
 from jgrad._optimizers.lion import lion
 from jgrad._trees import checks
@@ -223,7 +222,6 @@ def _check(
     descent.check(name)
     for number in numbers:
         number.check(name)
-    check_masks(name, full_precision=moments.full_precision)
 
 
 def _compute(

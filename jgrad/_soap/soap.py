@@ -14,7 +14,7 @@ from jgrad._arithmetic import leafwise, numerics
 from jgrad._arithmetic.leaf_moment import Moments
 from jgrad._arithmetic.leafwise import PerLeaf, on_leaf
 from jgrad._arithmetic.numerics import BetaForms
-from jgrad._inputs import kinds, options
+from jgrad._inputs import kinds
 from jgrad._inputs.inputs import Inputs, Parameters
 from jgrad._inputs.leaf_functions import average_of_leaf, of_one_leaf
 from jgrad._inputs.matrix_options import LAST, MatrixOptions, read_shard_over
@@ -382,7 +382,6 @@ def soap(
         adam_epsilon=kinds.Number("adam_epsilon", adam_epsilon, is_optional=True),
     )
     chosen.check()
-    options.check_masks(_NAME, full_precision=full_precision)
     return transformation(
         _NAME,
         functools.partial(_update, soap=chosen),

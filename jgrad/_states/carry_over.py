@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jgrad._arithmetic import numerics
-from jgrad._inputs.transformation import arrays_of
+from jgrad._inputs.pair import arrays_of
 from jgrad._packed import packing, restored
 from jgrad._states import forms, matching, state_leaves
 from jgrad._states.matching import Account, Matcher, Momentum, Source

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jgrad._inputs.transformation import arrays_of
+from jgrad._inputs.pair import arrays_of
 from jgrad._packed.packing import Packed
 from jgrad._trees import checks, forms, host_memory, trees, variables
 from jgrad._trees.annotations import Prefix

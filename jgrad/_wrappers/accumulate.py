@@ -15,7 +15,7 @@ from jgrad._inputs import numbers, options
 from jgrad._inputs.around import Commit
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import zeros
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._layers import array_spec
 from jgrad._trees import checks, shardings, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Schedule

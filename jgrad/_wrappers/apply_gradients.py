@@ -11,7 +11,7 @@ from jgrad._arithmetic import numerics
 from jgrad._forms.places import places_by_option
 from jgrad._inputs.around import Rest, Then
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.transformation import arrays_of
+from jgrad._inputs.pair import arrays_of
 from jgrad._trees import trees
 from jgrad._trees.annotations import MeshAxes, Params, SomeState
 from jgrad._trees.explained import AnyTransformation

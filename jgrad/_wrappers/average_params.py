@@ -12,7 +12,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._arithmetic.numerics import BetaForms
 from jgrad._inputs import numbers, options
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained

@@ -14,7 +14,7 @@ from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import numbers
 from jgrad._inputs.around import narrow, run_and_say
 from jgrad._inputs.inputs import Parameters
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, as_typed, in_shard_map
 from jgrad._trees import checks, trees

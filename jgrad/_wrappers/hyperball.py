@@ -28,7 +28,7 @@ from jgrad._arithmetic.leafwise import on_leaf
 from jgrad._inputs import kinds, layer_options, numbers, options
 from jgrad._inputs.inputs import OTHER_LEAVES, Inputs, Parameters
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._layers.products import norms_and_products

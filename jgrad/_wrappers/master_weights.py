@@ -14,7 +14,7 @@ from jgrad._arithmetic.leaf_moment import kept
 from jgrad._forms.places import places_of
 from jgrad._inputs.around import Rest, Then, finishing, rest as rest_of
 from jgrad._inputs.inputs import Finished, Inputs
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.pair import pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner
 from jgrad._trees.checks import ArgLeaves

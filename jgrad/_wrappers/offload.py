@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.pair import pair
 from jgrad._trees import forms, host_memory
 from jgrad._trees.annotations import Inner
 from jgrad._trees.explained import AnyTransformation, Transformation, explained

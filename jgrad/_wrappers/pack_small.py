@@ -11,7 +11,7 @@ import optax
 
 from jgrad._arithmetic import numerics
 from jgrad._inputs.inputs import OTHER_FORM, Inputs
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.pair import pair
 from jgrad._packed import packing
 from jgrad._packed.layouts import Layout, layout_of, other_leaves
 from jgrad._packed.packing import Packed

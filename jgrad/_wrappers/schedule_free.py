@@ -16,7 +16,7 @@ from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import kinds, numbers, options
 from jgrad._inputs.inputs import Inputs
 from jgrad._inputs.moment import Step
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Inner, Scalar, Schedule
 from jgrad._trees.explained import AnyTransformation, Transformation, explained

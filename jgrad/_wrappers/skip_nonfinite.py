@@ -12,7 +12,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._inputs import numbers
 from jgrad._inputs.around import origin, run_and_say
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._trees import checks, trees
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from jgrad._inputs import numbers
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._trees import checks
 from jgrad._trees.annotations import Count, Inner, MeshAxes, Scalar
 from jgrad._trees.explained import AnyTransformation, Transformation, explained

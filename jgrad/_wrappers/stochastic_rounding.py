@@ -16,7 +16,7 @@ from jgrad._forms.places import places_of
 from jgrad._forms.random_keys import element_keys
 from jgrad._inputs.around import Rest, Then, finishing, in_float32, made_of, rest as rest_of
 from jgrad._inputs.inputs import Finished
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._quantized import bfloat16
 from jgrad._quantized.encoding import Rounding
 from jgrad._quantized.random_bits import step_keys

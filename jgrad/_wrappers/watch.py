@@ -16,7 +16,7 @@ import optax
 from jgrad._arithmetic import leafwise, numerics
 from jgrad._inputs import layer_options
 from jgrad._inputs.inputs import Inputs
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._layers import norms
 from jgrad._layers.layer_axes import LayerAxes, all_names, axis_exists
 from jgrad._trees import checks, leaf_names, shardings, trees

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.pair import pair
 from jgrad._layers import array_spec
 from jgrad._packed import packing
 from jgrad._packed.layouts import Shard

@@ -17,7 +17,7 @@ from jgrad._arithmetic import leafwise, numerics, rules
 from jgrad._arithmetic.leafwise import apply
 from jgrad._inputs import numbers
 from jgrad._inputs.around import Commit
-from jgrad._inputs.transformation import pair
+from jgrad._inputs.pair import pair
 from jgrad._trees import trees
 from jgrad._trees.told import telling
 from jgrad._wrappers import inside, parameters

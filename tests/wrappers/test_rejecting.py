@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgrad
-from jgrad._inputs.transformation import counter, pair
+from jgrad._inputs.pair import counter, pair
 from jgrad._trees.told import EVERY, over_shares
 from jgrad._wrappers import decisions, inside
 from jgrad._wrappers.hand_over import RejectingInputs
