@@ -18,7 +18,7 @@ def test_what_is_near():
     both = near.near(["jgrad/_soap/bases.py", "tests/soap/test_soap.py"])
     assert both["tests/soap/test_soap.py"] == set()
     assert "tests/inputs/test_by_path.py" in near.near(["jgrad/_inputs/by_path.py"])
-    assert "tests/wrappers" in near.near(["jgrad/_wrappers/parameters.py"])
+    assert "tests/trees" in near.near(["jgrad/_trees/protocols.py"])
     of_messages = near.near(["tests/data/messages/pack.txt"])
     assert of_messages.keys() == {*near.HOUSE, "tests/packed/test_layouts.py"}
     assert near.near(["README.md"]).keys() == {*near.HOUSE, *near.TEXTS}

@@ -13,7 +13,7 @@ import pytest
 import jgrad
 from tests.cases import MASK, gradients, params, rank_two
 from tests.reference import optimizers as reference
-from tests.support import compiler
+from tests.support import compiler, draws
 from tests.support.loops import assert_equal, run, step_of, train
 
 RATE, DECAY = 0.05, 0.1
@@ -139,9 +139,7 @@ def test_decay_has_its_own_schedule_paths_and_calls():
 SHAPES = {"w": (64, 128), "up": (8, 16), "b": (8,)}
 
 
-def model(seed):
-    rng = np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in SHAPES.items()}
+model = functools.partial(draws.normal, SHAPES)
 
 
 @pytest.mark.bits

@@ -1,14 +1,16 @@
 """Adafactor on meshes: rows, columns and layers of sharded leaves are those of whole leaves."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
+from tests.support import draws
 from tests.support.errors import assert_error
 from tests.support.loops import step_of, train
 
@@ -25,11 +27,7 @@ OPTIONS = {"layer_axes": AXES, "min_side": 8, "momentum": 0.9, "weight_decay": 0
 every_spec = pytest.mark.parametrize("name", SPECS)
 
 
-def draw(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
-    }
+draw = functools.partial(draws.normal, SHAPES)
 
 
 def expected(**options):

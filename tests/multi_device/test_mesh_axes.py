@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of, place
+from tests.support import draws
 from tests.support.loops import told
 
 RATE, ADAM, MATRIX = 0.1, jgrad.adam(0.1), {"w": True, "b": False}
@@ -100,10 +101,7 @@ EVERY = FUNCTIONS | OF_MATRICES
 every_function = pytest.mark.parametrize("name", EVERY)
 
 
-@functools.cache
-def draw(seed):
-    rng = np.random.default_rng(seed)
-    return {k: jnp.asarray(rng.normal(size=n), jnp.float32) for k, n in SHAPES.items()}
+draw = functools.cache(functools.partial(draws.normal, SHAPES))
 
 
 def of_values(f, values):

@@ -1,6 +1,7 @@
 """Muon on several devices: whole matrices, or whole blocks of them, on each; no collective in a loop."""
 
 import collections as counting
+import functools
 import re
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 import jgrad
 from benchmarks import collectives
 from tests.multi_device.meshes import mesh_of, place, update_in_shard_map
-from tests.support import messages
+from tests.support import draws, messages
 from tests.support.errors import assert_error
 from tests.support.loops import stack
 from tests.support.packed_model import assert_close
@@ -44,10 +45,7 @@ both_rules = pytest.mark.parametrize("rule", ["muon", "normuon"])
 four_rules = pytest.mark.parametrize("rule", list(RULES))
 
 
-def normal(seed):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+normal = functools.partial(draws.normal, SHAPES)
 
 
 def muon(rate=0.1, **options):

@@ -3,6 +3,8 @@
 `tests/everywhere/test_surroundings.py` has every optimizer on packed trees under jit and in `shard_map`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import jgrad
 from tests.multi_device.meshes import mesh_of, place
+from tests.support import draws
 from tests.support.eight_bits import unquantized
 from tests.support.errors import assert_error
 
@@ -19,10 +22,7 @@ pytestmark = pytest.mark.slow
 DEVICES = 8
 
 
-def model(seed):
-    rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return {"w": draw(40, 30), "b": draw(64), "h": draw(16, 16)}
+model = functools.partial(draws.normal, {"w": (40, 30), "b": (64,), "h": (16, 16)})
 
 
 def assert_close(found, other):

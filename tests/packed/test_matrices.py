@@ -2,12 +2,10 @@
 
 import chex
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jgrad
-from tests.support import messages
+from tests.support import draws, messages
 from tests.support.loops import assert_equal, train
 from tests.support.packed_model import assert_close
 
@@ -20,18 +18,12 @@ MATRICES = {"a": {"w": True, "b": False}, "stack": {"w": True, "b": False}, "emb
 LAYERS = {"a": None, "stack": 0, "embed": None}
 
 
-def normal(seed):
-    rng = np.random.default_rng(seed)
-    draw = lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
-
-
 def muon(**options):
     own = {"matrices": MATRICES, "layer_axes": LAYERS, "adam_learning_rate": 0.01}
     return jgrad.muon(0.1, weight_decay=0.1, **own | options)
 
 
-W, GRADS = normal(0), [normal(1), normal(2)]
+W, *GRADS = (draws.normal(SHAPES, seed) for seed in range(3))
 
 
 @pytest.mark.slow(always=["layers-normuon"])

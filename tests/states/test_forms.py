@@ -1,21 +1,16 @@
 """States in 8 bits as arrays, and back."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import jgrad
-from tests.support import messages
+from tests.support import draws, messages
 from tests.support.eight_bits import quantized, unquantized
 from tests.support.states import assert_same_bits
 
-rng = np.random.default_rng(0)
-W = {
-    "w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32),
-    "b": jnp.asarray(rng.normal(size=7), jnp.float32),
-}
+W = draws.normal({"w": (64, 128), "b": (7,)})
 G = jax.tree.map(lambda x: x + 1, W)
 
 plain, eight = jgrad.adam(1e-2), jgrad.adam(1e-2, moment_dtype="8bit")

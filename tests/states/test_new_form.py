@@ -18,7 +18,7 @@ from jgrad._forms.chosen import ChosenForm
 from jgrad._trees import forms
 from tests.backward import models
 from tests.multi_device.meshes import mesh_of
-from tests.support import compiler, messages
+from tests.support import compiler, draws, messages
 from tests.support.memory import kinds
 from tests.support.private import forced
 
@@ -85,11 +85,7 @@ def entered(monkeypatch):
     return form
 
 
-rng = np.random.default_rng(0)
-W = {
-    "w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32),
-    "b": jnp.asarray(rng.normal(size=7), jnp.float32),
-}
+W = draws.normal({"w": (64, 128), "b": (7,)})
 
 
 def gradient(i, w=W):
