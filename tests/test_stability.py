@@ -13,8 +13,12 @@ BY_NAME = "KEYWORD_ONLY"
 
 
 def problems(then, now):
-    """How arguments differ from those of the record; new ones are given by name and have defaults."""
-    found = []
+    """How arguments differ from those of the record; new ones are given by name and have defaults.
+
+    One that was required may have got a default, by which no call changes.
+    """
+    found, required = [], {x[0] for x in then if x[2] is None}
+    now = [[x, kind, None if x in required else default] for x, kind, default in now]
     by_position = [[x for x in each if x[1] != BY_NAME] for each in (then, now)]
     if by_position[0] != by_position[1]:
         found.append(f"by position: {by_position[1]}, expected {by_position[0]}")
@@ -43,6 +47,7 @@ THEN = [["tx", "POSITIONAL_OR_KEYWORD", None], ["seed", BY_NAME, "0"]]
     [
         (THEN, 0),
         ([*THEN, ["more", BY_NAME, "None"]], 0),
+        ([["tx", "POSITIONAL_OR_KEYWORD", "None"], THEN[1]], 0),  # no longer required
         ([*THEN, ["more", BY_NAME, None]], 1),  # required
         ([THEN[0], ["seed", BY_NAME, "1"]], 1),  # another default
         (THEN[:1], 1),  # gone

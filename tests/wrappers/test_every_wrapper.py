@@ -220,9 +220,12 @@ def test_the_state_of_another(wrapper):
             continue
         with pytest.raises(TypeError) as caught:
             tx.update(X, state, X)
+        remedy = (
+            " `carry_over` converts the states of optax." if type(state) is tuple and state else ""
+        )
         assert str(caught.value) == (
             f"{wrapper.name}: `state`: {type(state).__name__}, expected the {kind.__name__} that "
-            f"this `{wrapper.name}` made with `init`."
+            f"this `{wrapper.name}` made with `init`.{remedy}"
         )
 
 
