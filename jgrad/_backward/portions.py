@@ -330,7 +330,7 @@ class Model(NamedTuple):
     def state_of(self, portion: Portion, layer: jax.Array | int | None) -> list[jax.Array]:
         """The arrays of the state of a share, likewise."""
         return host_memory.to_device(
-            [(cut or SAME).out_of(self.state[i], layer) for i, cut in portion.cuts]
+            [(SAME if cut is None else cut).out_of(self.state[i], layer) for i, cut in portion.cuts]
         )
 
     def start(

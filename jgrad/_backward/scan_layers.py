@@ -58,8 +58,8 @@ def scan_layers(
     host, too.
 
     In such a loss, each leaf of `layers` has to be one of the parameters, either as it is, or cast,
-    transposed or reshaped as a whole: `w.reshape(6, 2, *w.shape[1:])` has two of twelve layers in
-    each of six layers. Calls that are not differentiated, as under `jax.lax.stop_gradient`, may
+    transposed or reshaped as a whole: `w.reshape(6, 2, *w.shape[1:])` makes six layers of two
+    each out of twelve. Calls that are not differentiated, as under `jax.lax.stop_gradient`, may
     read any stack. You can call the model inside `jax.jit`, `jax.checkpoint`, or
     `jax.vmap` over its inputs, but only `remat` decides what is recomputed. Inside `block`, you can
     use all of JAX; for micro-batches, for example, use a `jax.lax.map` of a `jax.checkpoint`.

@@ -93,7 +93,7 @@ def _foreign_operations(
 
 
 def _hands_on(program: Program, inputs: Sequence[object], results: Sequence[Atom]) -> bool:
-    """Whether another library makes arrays of which weights are result.
+    """Whether another library makes arrays of which weights are made.
 
     A number counts if it is of gradients and some weight is one; not the rates of
     `optax.inject_hyperparams`.
@@ -347,16 +347,17 @@ class ShareUpdate:
         leaf (`shares.in_stack`), and 8 bits have blocks within rows.
         """
         try:
-            closed, result = self._program()
+            is_foreign = self._seen.is_foreign
         except (TypeError, ValueError):  # an option has an entry for each row of the leaf
             return False
+        closed, result = self._program()
         owned, parts, others = (len(jax.tree.leaves(x)) for x in result)
         program, _ = core.dce_jaxpr(closed.jaxpr, [True] * owned + [False] * (parts + others))
         are_parts = [False] * owned + [True] * parts + [False] * others
         _, read = core.dce_jaxpr(closed.jaxpr, are_parts)
         if any(read[len(read) - len(self.example.state) :]):
             return False
-        passed = _OF_DEVICES if self._seen.is_foreign else _OF_DEVICES | _OF_ROWS
+        passed = _OF_DEVICES if is_foreign else _OF_DEVICES | _OF_ROWS
         (cut,) = self.portion.weight_cuts
 
         def has_rows(shape: Sequence[int]) -> bool:

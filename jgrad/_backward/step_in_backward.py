@@ -245,8 +245,8 @@ def step_in_backward(
         model = Model(jax.tree.leaves(params), jax.tree.leaves(state))
         whole, options = Whole(tx, params, state), (first_pass, elementwise)
         new = _Step(whole, traced, model, places, extra, gradients, *options).updated(forward)
-        params, state = map(jax.tree.unflatten, map(jax.tree.structure, (params, state)), new)
-        return params, state, forward.result
+        both = jax.tree.structure((params, state))
+        return *jax.tree.unflatten(both, [*new.leaves, *new.state]), forward.result
 
     def step(params: PyTree, state: PyTree, *args: PyTree, **extra_args: PyTree) -> Results:
         not_packed("params", params)

@@ -29,7 +29,7 @@ class ChosenForm(forms.Form):
         full, leaves = _full_precision(params, options.full_precision), params.reference.leaves
         columns = zip(params.specs, trees.flatten(shapes)[0], leaves, strict=True)
         stored = [
-            x is not None and x.shape == p.shape and self._is_stored(params, spec, x, full)
+            x is not None and np.shape(x) == p.shape and self._is_stored(params, spec, p, full)
             for spec, x, p in columns
         ]
         axes_of_leaves: Any = None

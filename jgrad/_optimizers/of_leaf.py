@@ -6,7 +6,7 @@ import collections
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,14 @@ class Beta(_Forms):
     __radd__ = __sub__ = __rsub__ = __truediv__ = __rtruediv__ = __pow__ = __rpow__ = _is_no_number
 
 
+class LeafFactory(Protocol):
+    """What `optimizer_of_leaf` makes of a function: a factory, and the type of its states."""
+
+    State: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Transformation: ...
+
+
 @overload
 def optimizer_of_leaf(
     function: Callable[..., PyTree],
@@ -75,13 +83,13 @@ def optimizer_of_leaf(
     *,
     magnitudes: tuple[str, ...] = (),
     stays_finite: bool = False,
-) -> Callable[..., Transformation]: ...
+) -> LeafFactory: ...
 
 
 @overload
 def optimizer_of_leaf(
     *, magnitudes: tuple[str, ...] = (), stays_finite: bool = False
-) -> Callable[[Callable[..., PyTree]], Callable[..., Transformation]]: ...
+) -> Callable[[Callable[..., PyTree]], LeafFactory]: ...
 
 
 def optimizer_of_leaf(
@@ -136,11 +144,12 @@ def optimizer_of_leaf(
       >>> tx.init({"w": jnp.ones((16, 256))}).mw["w"].codes.dtype.name
       'int8'
     """
-    if function is None:
-        return functools.partial(
-            optimizer_of_leaf, magnitudes=magnitudes, stays_finite=stays_finite
-        )
     checks.boolean(_NAME, "stays_finite", stays_finite)
+    if not (isinstance(magnitudes, tuple) and all(isinstance(x, str) for x in magnitudes)):
+        expected = 'a tuple of names of moments, such as `("peak",)`'
+        raise TypeError(f"{_NAME}: `magnitudes`: {magnitudes!r}, expected {expected}.")
+    if function is None:
+        return functools.partial(_factory_of, magnitudes=magnitudes)
     return _factory_of(function, magnitudes)
 
 
@@ -199,7 +208,9 @@ def _factory_of(
         descent = kinds.DescentOptions.of(values["learning_rate"], *[values[x] for x in _DECAY])
         numbers = {x: (kinds.Beta if is_beta[x] else kinds.Number)(x, values[x]) for x in options}
         form = MomentOptions(**{field: values[x] for field, x in _FORM.items()})
-        _check(name, descent, numbers.values(), form)
+        descent.check(name)
+        for number in numbers.values():
+            number.check(name)
         if not moments and form.dtype is not None:
             refuse_without_effect(name, "moment_dtype", form.dtype, None, "without a moment")
         first = tuple(_at_first(values.get(x, 1.0), is_beta[x]) for x in arguments)
@@ -211,17 +222,6 @@ def _factory_of(
     factory.State = kind  # type: ignore[attr-defined]  # where a pickle finds it
     factory.__signature__ = signature  # type: ignore[attr-defined]  # what `inspect` reads
     return explained(factory)
-
-
-def _check(
-    name: str,
-    descent: kinds.DescentOptions,
-    numbers: Iterable[kinds.Beta | kinds.Number],
-    moments: MomentOptions,
-) -> None:
-    descent.check(name)
-    for number in numbers:
-        number.check(name)
 
 
 def _compute(
@@ -293,12 +293,20 @@ def _state_type(
 ) -> Any:
     """Of its optimizers. It can be pickled where the factory stands at the function's name."""
     choices = tuple(x for x in moments if x != _FIRST)
-    if not (isinstance(magnitudes, tuple) and {*magnitudes} <= {*choices}):
+    if not {*magnitudes} <= {*choices}:
         whose = f"the moments of `{function.__name__}` other than `{_FIRST}`"
         expected = f"some of {choices!r}, {whose}"
         raise TypeError(f"{_NAME}: `magnitudes`: {magnitudes!r}, expected {expected}.")
     if {*moments} <= {_FIRST, _SECOND}:
         return OptState
+    return _made_state_type(function.__module__, function.__qualname__, moments, magnitudes)
+
+
+@functools.cache
+def _made_state_type(
+    module: str, name: str, moments: tuple[str, ...], magnitudes: tuple[str, ...]
+) -> Any:
+    """One for all functions of this name and these moments, such as those of a cell run again."""
     beside = ", ".join(moments)
     fields: dict[str, MomentField] = {
         x: MomentField(x == _SECOND or x in magnitudes, f"`{x}` of a method with {beside}")
@@ -308,9 +316,10 @@ def _state_type(
         fields[_FIRST] = FIRST
     make: Any = collections.namedtuple  # mypy wants to know its fields
     kind = state_of("moments", step="step", **fields)(make("State", (_STEP, *moments)))
-    kind.__doc__ = f"State of `{function.__name__}`: the number of completed updates, and moments."
-    kind.__name__ = f"{function.__name__}.State"  # as messages call it
-    kind.__module__, kind.__qualname__ = function.__module__, f"{function.__qualname__}.State"
+    last = name.rpartition(".")[2]
+    kind.__doc__ = f"State of `{last}`: the number of completed updates, and moments."
+    kind.__name__ = f"{last}.State"  # as messages call it
+    kind.__module__, kind.__qualname__ = module, f"{name}.State"
     return kind
 
 

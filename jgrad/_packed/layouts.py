@@ -84,7 +84,7 @@ class Span(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Blocks of the leaf."""
+        """Rows of the leaf."""
         return self.layers.num_layers * self.rows_per_layer
 
     @property

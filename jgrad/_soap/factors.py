@@ -191,9 +191,8 @@ def _begun(x: jax.Array, axes: MatrixAxes, max_side: Count) -> Runs:
         zeros = jnp.sum(numerics.zeros_like(x, like.dtype), axis=within)
         if zeros.shape != like.shape[:-2]:  # pieces are counted there as well
             zeros = jnp.sum(zeros)
-        if names := axes.sharded_over(
-            within
-        ):  # types then say, as after an update, that it is whole
+        names = axes.sharded_over(within)
+        if names:  # types then say, as after an update, that it is whole
             zeros = jax.lax.psum(zeros, names)
         while zeros.ndim < start.ndim:
             zeros = zeros[..., None]

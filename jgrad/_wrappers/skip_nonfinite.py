@@ -275,7 +275,7 @@ def _is_seen_nowhere_else(
     states = [(n, o) for n, o in zip(*parts, strict=True) if n is not o and checks.is_inexact(n)]
     if not (beside or states):
         return True
-    return commit.flag | all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes)
+    return commit.flag | (all_finite(beside, mesh_axes) & stays_finite(states, mesh_axes))
 
 
 def _next_scale(

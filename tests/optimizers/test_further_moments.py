@@ -161,6 +161,20 @@ def test_carry_over(make):
     assert_equal(jgrad.carry_over(file, like=old, strict=True)[0], old)
 
 
+def test_a_cell_that_is_run_again():
+    """The state of the last run goes on in the next; other moments are another type."""
+
+    def define(magnitudes=()):
+        def method(g, mw, slow):
+            return mw + slow, 0.5 * mw + g, 0.75 * slow + g
+
+        return jgrad.optimizer_of_leaf(method, magnitudes=magnitudes)
+
+    _, state = train(define()(RATE), W, [W])
+    define()(RATE).update(W, state, W)
+    assert define(("slow",)).State is not define().State
+
+
 def test_carry_over_from_another_method():
     """Averages of gradients are kept where moments beside them begin with zeros; no other is made up."""
     old = state_of(jgrad.adam(RATE))

@@ -36,6 +36,14 @@ def rewritten(state, f):
     )
 
 
+def test_beside_numbers_of_python():
+    """Which a model may have among its arrays."""
+    for make in (jgrad.adam, jgrad.adan, jgrad.lion, jgrad.lars):
+        state = make(0.1, moment_dtype="8bit").init(W | {"x": 1.5, "n": 3})
+        assert isinstance(state.mw["w"], jgrad.Blocks)
+        assert (state.mw["x"].shape, state.mw["n"]) == ((), None)
+
+
 # As files and users have made them.
 OTHERS = {
     "by a user": lambda x: jgrad.Blocks(x.codes, x.scale),

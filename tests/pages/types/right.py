@@ -185,6 +185,7 @@ def bounded(g: jax.Array, peak: jax.Array) -> tuple[jax.Array, jax.Array]:
 # What moments it has, checkers cannot see.
 of_leaf: jgrad.OptState = signum(1e-3, beta=0.8, moment_dtype="8bit").init(params)
 peaks = bounded(1e-3).init(params).peak
+kind_of_state: type = bounded.State
 
 # What has a name for annotations.
 matrices: jgrad.HiddenMatrices = jgrad.hidden_matrices()
