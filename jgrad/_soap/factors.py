@@ -62,14 +62,14 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, stored: SoapFactors) -> "Run":
-        """As the state has them."""
+        """From the form in which the state has them, None for each that there is not."""
         pairs = stored[:2], stored[2:]
         return cls(
             *({k: x for k, x in zip(_SIDES, pair, strict=True) if x is not None} for pair in pairs)
         )
 
     def stored(self) -> SoapFactors:
-        """As the state has them."""
+        """In that form."""
         return SoapFactors(*(sides.get(k) for sides in self for k in _SIDES))
 
 
